@@ -1,0 +1,1 @@
+"""Independent oracles. Nothing in this package may import `mla_quant`."""
