@@ -30,7 +30,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## Calibrate, evaluate and verify the example model
 	@mkdir -p $(DEMO)
 	HF_HUB_OFFLINE=1 $(BIN)/mla-quant calibrate examples/tiny_mla/model --recipe nvfp4_mla --data example --dtype float32 --out $(DEMO)/checkpoint --overwrite
-	HF_HUB_OFFLINE=1 $(BIN)/mla-quant evaluate $(DEMO)/checkpoint --data example:heldout --out $(DEMO)/report --overwrite
+	HF_HUB_OFFLINE=1 $(BIN)/mla-quant evaluate $(DEMO)/checkpoint --data example:heldout --num-samples 16 --out $(DEMO)/report --overwrite
 	HF_HUB_OFFLINE=1 $(BIN)/mla-quant verify $(DEMO)/checkpoint
 	@echo "Checkpoint: $(DEMO)/checkpoint"
 	@echo "Report:     $(DEMO)/report/report.html"

@@ -32,6 +32,7 @@ from mla_quant.quantizers import quantizer_amax
 from mla_quant.recipes import (
     OPERANDS,
     QUANTIZER_SUFFIX,
+    FormatName,
     Recipe,
     matches_layer,
     to_modelopt_config,
@@ -67,7 +68,7 @@ class Plan:
         weights: Preset for linear layers.
     """
 
-    layers: dict[str, dict[str, str]]
+    layers: dict[str, dict[str, FormatName]]
     excluded: list[str]
     unmatched: list[str]
     weights: str
@@ -158,16 +159,10 @@ def make_plan(recipe: Recipe, discovery: Discovery, model: nn.Module | None = No
         if any(matches_layer(pattern, layer.name) for pattern in attention.exclude):
             excluded.append(layer.name)
             continue
-        formats = {}
-        for operand in attention.operands():
-            if operand.endswith("_rope") and layer.geometry.qk_rope_head_dim == 0:
-                continue
-            formats[operand] = str(attention.format_of(operand))
-            for override in attention.overrides:
-                changed = getattr(override, operand[0])
-                if changed is not None and matches_layer(override.layers, layer.name):
-                    formats[operand] = changed
-        layers[layer.name] = formats
+        formats = attention.formats_of_layer(layer.name)
+        if layer.geometry.qk_rope_head_dim == 0:
+            formats = {o: fmt for o, fmt in formats.items() if not o.endswith("_rope")}
+        layers[layer.name] = dict(formats)
     names = [layer.name for layer in discovery.layers]
     unmatched = unmatched_patterns(recipe, names)
     if model is not None:

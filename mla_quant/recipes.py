@@ -86,6 +86,11 @@ class LayerOverride(_Strict):
     p: FormatName | None = None
     v: FormatName | None = None
 
+    def changes(self, operands: Iterable[str]) -> dict[str, FormatName]:
+        """Formats of those operands that this changes."""
+        letters = {o: getattr(self, OPERAND_LETTER[o]) for o in operands}
+        return {operand: fmt for operand, fmt in letters.items() if fmt is not None}
+
 
 class AttentionRecipe(_Strict):
     """Which attention operands are quantized, and how.
@@ -145,6 +150,14 @@ class AttentionRecipe(_Strict):
         """Format of one of `OPERANDS`, before layer overrides."""
         named: FormatName | None = getattr(self.absorbed, operand, None)
         return named if named is not None else getattr(self, OPERAND_LETTER[operand])
+
+    def formats_of_layer(self, layer: str) -> dict[str, FormatName]:
+        """Format of each of `operands` in a layer, by its module name."""
+        formats = {operand: self.format_of(operand) for operand in self.operands()}
+        for override in self.overrides:
+            if matches_layer(override.layers, layer):
+                formats |= override.changes(formats)
+        return formats
 
     def operands(self) -> tuple[str, ...]:
         """Operands of the recipe's forms, P included."""
@@ -401,12 +414,8 @@ def to_modelopt_config(recipe: Recipe) -> dict[str, Any]:
     base = {name: attention.format_of(name) for name in attention.operands()}
     entries += _entries(["*."], base, attention)
     for override in attention.overrides:
-        formats: dict[str, FormatName] = {}
-        for name in base:
-            fmt: FormatName | None = getattr(override, OPERAND_LETTER[name])
-            if fmt is not None:
-                formats[name] = fmt
-        entries += _entries(_layer_prefixes(override.layers), formats, attention)
+        changes = override.changes(base)
+        entries += _entries(_layer_prefixes(override.layers), changes, attention)
     entries += [
         {"quantizer_name": f"{prefix}*{QUANTIZER_SUFFIX}", "enable": False}
         for pattern in attention.exclude

@@ -416,8 +416,8 @@ MISSING = "–"
 FORM_TITLES = {
     "original": "original",
     "projected": "projected (prefill)",
-    "decode": "decode (token by token)",
     "absorbed": "absorbed (decode)",
+    "decode": "decode (token by token)",
 }
 FORMS = tuple(FORM_TITLES)
 # By role, so that three columns of histograms hold each role with its latent and rope parts.
