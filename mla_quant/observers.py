@@ -326,12 +326,3 @@ def block_maxima(x: Tensor, axis: int) -> Tensor:
     blocks = magnitude.unflatten(axis, (-1, block))
     maxima: Tensor = blocks.amax(axis)
     return maxima
-
-
-def relative_noise_db(signal: Tensor, noisy: Tensor) -> float:
-    """Signal to quantization noise ratio in dB; inf without noise, nan without signal."""
-    noise = float((signal.double() - noisy.double()).square().sum())
-    power = float(signal.double().square().sum())
-    if power == 0:
-        return math.nan
-    return math.inf if noise == 0 else 10 * math.log10(power / noise)

@@ -207,14 +207,6 @@ class Recipe(_Strict):
             raise ValueError("weights_exclude has no meaning with weights: none")
         return self
 
-    @property
-    def quantizes_attention(self) -> bool:
-        """Whether any operand is quantized or any score dropped."""
-        att = self.attention
-        formats = {att.format_of(name) for name in att.operands()}
-        formats |= {f for o in att.overrides for f in (o.q, o.k, o.p, o.v) if f is not None}
-        return formats != {"none"} or att.sparsity is not None
-
     def with_changes(self, **changes: Any) -> Recipe:
         """A validated copy with some fields of `attention` or of the recipe replaced.
 

@@ -22,7 +22,6 @@ from mla_quant.observers import (
     block_maxima,
     flush_threshold,
     log2_histograms,
-    relative_noise_db,
     sample_tokens,
 )
 from tests.oracles import blocks
@@ -287,10 +286,3 @@ def test_state_round_trip_continues_where_it_stopped(second_pass: bool) -> None:
     for key, value in whole.state().items():
         assert resumed.state()[key].equal(value), key
     assert float(whole.amax() or 0) == float(resumed.amax() or 0)
-
-
-def test_relative_noise() -> None:
-    x = torch.tensor([3.0, 4.0])
-    assert relative_noise_db(x, x) == math.inf
-    assert math.isnan(relative_noise_db(x * 0, x))
-    assert relative_noise_db(x, torch.tensor([3.0, 4.5])) == pytest.approx(20.0)

@@ -74,7 +74,6 @@ def test_every_shipped_recipe(name: str, convert: Callable[[Recipe], nn.Module])
     loaded = load_recipe(name)
     assert loaded.name == name
     assert loaded.description.endswith(".")
-    assert loaded.quantizes_attention
     assert load_recipe(configs_dir() / f"{name}.yaml") == loaded
     assert parse_recipe(loaded.model_dump(mode="json"), origin="again") == loaded
     found = formats_on(convert(loaded))
@@ -179,16 +178,6 @@ def test_with_changes_validates() -> None:
         changed.with_changes(k="int4")
     with pytest.raises(ConfigError, match="nonsense"):
         changed.with_changes(nonsense=1)
-
-
-def test_quantizes_attention() -> None:
-    assert not recipe().quantizes_attention
-    assert not recipe(weights="fp8").quantizes_attention
-    assert recipe(v="fp8").quantizes_attention
-    assert recipe(absorbed={"k_rope": "fp8"}).quantizes_attention
-    assert not recipe(absorbed={"k_rope": "fp8"}, forms=["projected"]).quantizes_attention
-    assert recipe(overrides=[{"layers": "layers.0", "q": "fp8"}]).quantizes_attention
-    assert recipe(sparsity={}).quantizes_attention
 
 
 # -- layer patterns -------------------------------------------------------------------------------
