@@ -7,14 +7,16 @@
 `mla_quant`, a forward pass with every statistic of both forms gathered, and as a peer `modelopt`,
 ModelOpt's own calibration of Q, K and V (amax only), each against the plain forward pass. Times
 are medians over rounds in which both run in turn in one process; peak memory is that of a process
-that runs nothing else. On CUDA the model has random weights and the attention of DeepSeek-V2-Lite;
-on the CPU it is the example model. Results go to `benchmarks/results/`.
+(on CUDA, of the allocator) with nothing else. On CUDA the model has random weights and the
+attention of DeepSeek-V2-Lite; on the CPU it is the example model. Results go to
+`benchmarks/results/`.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import json
 import platform
 import resource
@@ -124,15 +126,20 @@ def measure_time(device: str, variant: str, rounds: int) -> dict[str, Any]:
 
 
 def measure_memory(device: str, variant: str) -> dict[str, Any]:
-    """Peak memory in MiB of a process that runs some forward passes."""
+    """Peak memory in MiB of some forward passes: the process's own, on CUDA the allocator's."""
     import torch
 
+    before = 0
+    if device.startswith("cuda"):
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
     model, ids, _ = build(device)
     model = prepare(model, variant)
     for _ in range(3):
         forward(model, ids)
     if ids.is_cuda:
-        return {"peak_mib": torch.cuda.max_memory_allocated() / 2**20}
+        return {"peak_mib": (torch.cuda.max_memory_allocated() - before) / 2**20}
     return {"peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10}
 
 
@@ -161,9 +168,14 @@ def hardware(device: str) -> dict[str, str]:
     }
 
 
-def in_process(*arguments: str) -> dict[str, Any]:
-    """One measurement in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.calibration_overhead", *arguments]
+def measure(what: str, device: str, variant: str, rounds: int) -> dict[str, Any]:
+    """One measurement: on the CPU in a process of its own, whose peak memory is its own."""
+    if device.startswith("cuda"):
+        if what == "memory":
+            return measure_memory(device, variant)
+        return measure_time(device, variant, rounds)
+    command = [sys.executable, "-m", "benchmarks.calibration_overhead", "--measure", what]
+    command += ["--device", device, "--variant", variant, "--rounds", str(rounds)]
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
@@ -171,14 +183,14 @@ def in_process(*arguments: str) -> dict[str, Any]:
 
 def compare(device: str, rounds: int) -> dict[str, Any]:
     """All variants against the plain forward pass."""
-    common = ["--device", device, "--rounds", str(rounds)]
-    plain = in_process("--measure", "memory", "--variant", "plain", *common)["peak_mib"]
+    plain = measure("memory", device, "plain", rounds)["peak_mib"]
     variants = []
     for variant in VARIANTS:
-        timed = in_process("--measure", "time", "--variant", variant, *common)
-        peak = in_process("--measure", "memory", "--variant", variant, *common)["peak_mib"]
+        timed = measure("time", device, variant, rounds)
+        peak = measure("memory", device, variant, rounds)["peak_mib"]
         memory = {"plain_mib": plain, "peak_mib": peak, "memory_ratio": peak / plain}
         variants.append({"variant": variant, **timed, **memory})
+        print(json.dumps(variants[-1]), file=sys.stderr, flush=True)
     return {**hardware(device), "limits": LIMITS, "variants": variants}
 
 

@@ -558,14 +558,17 @@ class QuantMLAAttention(QuantModule):  # type: ignore[misc]  # untyped base
             Latent part fp32 [batch, heads, queries, kv_lora_rank], rounded to the model's dtype
             if the recipe says so, and the rope part in `query`'s dtype.
         """
-        g = self.geometry
-        nope, rope = query[:, heads].split([g.qk_nope_head_dim, g.qk_rope_head_dim], dim=-1)
+        rope = query[:, heads, :, self.geometry.qk_nope_head_dim :]
+        return self._absorb(query, heads).float(), rope
+
+    def _absorb(self, query: Tensor, heads: slice) -> Tensor:
+        """The latent part of `absorbed_query`, in the model's dtype if rounded to it."""
         w_uk, _ = self._up_projection()
-        latent = _matmul_fp32(nope, w_uk[heads])
+        latent = _matmul_fp32(query[:, heads, :, : self.geometry.qk_nope_head_dim], w_uk[heads])
         settings = quantizer_settings(self.quantizer("q_latent"))
         if settings.get("absorbed_query") == "model":
-            latent = _saturating_cast(latent, query.dtype).float()
-        return latent, rope
+            return _saturating_cast(latent, query.dtype)
+        return latent
 
     def _up_project(self, out: Tensor) -> Tensor:
         """[batch, heads, queries, kv_lora_rank] -> fp32 [batch, heads, queries, v_head_dim]."""
@@ -633,7 +636,7 @@ class QuantMLAAttention(QuantModule):  # type: ignore[misc]  # untyped base
             self._collect("v", new(value), tokens)
         if "q_latent" in wanted:
             for heads in _head_chunks(query, self.geometry.kv_lora_rank):
-                self._collect("q_latent", self.absorbed_query(query, heads)[0], rows)
+                self._collect("q_latent", self._absorb(query, heads), rows)
         if "q_rope" in wanted and self.geometry.qk_rope_head_dim:
             self._collect("q_rope", query[..., self.geometry.qk_nope_head_dim :], rows)
         if wanted & {"k_latent", "v_latent"}:
@@ -731,7 +734,7 @@ def _saturating_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     if x.dtype == dtype:
         return x
     limit = torch.finfo(dtype).max
-    return x.clamp(-limit, limit).to(dtype)
+    return x.to(dtype).clamp(-limit, limit)
 
 
 def _plain_weight(linear: nn.Module) -> Tensor:

@@ -12,6 +12,10 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    # Kernels run under the interpreter then. Triton decides when it is imported.
+    os.environ["TRITON_INTERPRET"] = "1"
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,13 +12,16 @@ import pytest
 
 pytest.importorskip("vllm")
 
+# More arguments of `LLM`, as JSON: for a build without the kernels that it would choose.
+ENGINE_ARGUMENTS = os.environ.get("MLA_QUANT_TEST_ENGINE_ARGUMENTS", "{}")
+
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tiny_mla" / "model"
 
 SERVE = """
 import json, sys
 from vllm import LLM, SamplingParams
 llm = LLM(sys.argv[1], attention_backend="TRITON_MLA", enforce_eager=True, max_model_len=512,
-          gpu_memory_utilization=0.3, dtype="bfloat16")
+          gpu_memory_utilization=0.3, dtype="bfloat16", **json.loads(sys.argv[2]))
 prompts = ["MACBETH. \\n", "And it came to pass", "The king"]
 outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
 assert "mla_quant" not in sys.modules
@@ -27,7 +31,10 @@ print("RESULT", json.dumps([list(o.outputs[0].token_ids) for o in outputs]))
 
 def serve(folder: Path) -> list[list[int]]:
     done = subprocess.run(
-        [sys.executable, "-c", SERVE, str(folder)], capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", SERVE, str(folder), ENGINE_ARGUMENTS],
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
     assert lines, done.stdout[-3000:] + done.stderr[-3000:]

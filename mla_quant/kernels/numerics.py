@@ -1,0 +1,175 @@
+"""Device functions for the number formats, shared by every kernel.
+
+Only fp32 and int32 arithmetic: the same instructions run on every GPU, older ones without FP8
+included, and under Triton's interpreter, whose own casts to FP8 and bfloat16 are wrong.
+
+A quantized operand is carried into a product as `element · block_scale` without its global scale:
+at most 6 significant bits (E2M1 times E4M3, or E4M3 alone), so bfloat16 and float16 hold it exactly
+over its whole range, and a product with fp32 accumulation rounds nothing but the sum. Global scales
+are multiplied into the softmax scale and into the output.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from mla_quant.formats import E2M1, E4M3, FP8, NVFP4
+
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+"""Whether kernels defined in this process run under the interpreter."""
+
+BLOCK = tl.constexpr(NVFP4.block_size)
+E2M1_MAX = tl.constexpr(E2M1.max)
+E4M3_MAX = tl.constexpr(E4M3.max)
+NVFP4_QUANT_MAX = tl.constexpr(NVFP4.quant_max)
+FP8_QUANT_MAX = tl.constexpr(FP8.quant_max)
+_E2M1_SMALLEST_NORMAL = tl.constexpr(2.0**E2M1.min_exponent)
+_E4M3_SMALLEST_NORMAL = tl.constexpr(2.0**E4M3.min_exponent)
+_E2M1_CARRY = tl.constexpr(2.0 ** (23 - E2M1.mantissa_bits))
+_E4M3_CARRY = tl.constexpr(2.0 ** (23 - E4M3.mantissa_bits))
+_SMALLEST_NORMAL_FP32 = tl.constexpr(2.0**-126)
+
+FORMAT_CODES = {"none": 0, "fp8": 1, "nvfp4": 2}
+"""How operand formats are told to kernels."""
+FORMAT_NONE = tl.constexpr(FORMAT_CODES["none"])
+FORMAT_FP8 = tl.constexpr(FORMAT_CODES["fp8"])
+FORMAT_NVFP4 = tl.constexpr(FORMAT_CODES["nvfp4"])
+
+
+@triton.jit
+def _round_magnitude(magnitude, SMALLEST_NORMAL: tl.constexpr, CARRY: tl.constexpr):
+    """Round to nearest even by an fp32 addition that leaves room for the mantissa's bits only."""
+    binade = (magnitude.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    carry = tl.maximum(binade, SMALLEST_NORMAL) * CARRY
+    return (magnitude + carry) - carry
+
+
+@triton.jit
+def round_e2m1_magnitude(magnitude):
+    """Nearest E2M1 value of an fp32 tensor that is at least 0 and below 7; NaN stays NaN."""
+    return _round_magnitude(magnitude, _E2M1_SMALLEST_NORMAL, _E2M1_CARRY)
+
+
+@triton.jit
+def round_e4m3_magnitude(magnitude):
+    """Nearest E4M3 value of an fp32 tensor that is at least 0 and below 480; NaN stays NaN."""
+    return _round_magnitude(magnitude, _E4M3_SMALLEST_NORMAL, _E4M3_CARRY)
+
+
+@triton.jit
+def _clamp(magnitude, LARGEST: tl.constexpr):
+    return tl.minimum(magnitude, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def with_sign(magnitude, x):
+    """`magnitude` with the sign bit of `x`, both fp32."""
+    sign = x.to(tl.int32, bitcast=True) & -2147483648
+    return (magnitude.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _divide(x, divisor):
+    """Correctly rounded fp32 quotient; the operands may have different shapes."""
+    zero = tl.zeros_like(x)
+    return tl.div_rn(x, zero + divisor)
+
+
+@triton.jit
+def global_scale(amax, FORMAT: tl.constexpr):
+    """`amax / quant_max` of fp32 `amax`, at least the smallest normal fp32; 1 for format "none"."""
+    if FORMAT == FORMAT_NONE:
+        scale = tl.full(amax.shape, 1.0, tl.float32)
+    elif FORMAT == FORMAT_FP8:
+        scale = tl.maximum(_divide(amax, FP8_QUANT_MAX), _SMALLEST_NORMAL_FP32)
+    else:
+        scale = tl.maximum(_divide(amax, NVFP4_QUANT_MAX), _SMALLEST_NORMAL_FP32)
+    return scale
+
+
+@triton.jit
+def validity(amax):
+    """Factor of an operand by its amax: 1, 0 for amax 0, NaN for a negative or NaN one."""
+    return tl.where(amax > 0, 1.0, tl.where(amax == 0, 0.0, float("nan")))
+
+
+@triton.jit
+def block_scale(block_amax, g):
+    """Stored E4M3 scale of NVFP4 blocks, fp32; `block_amax` must hold no NaN."""
+    return round_e4m3_magnitude(tl.minimum(_divide(block_amax, E2M1_MAX * g), E4M3_MAX))
+
+
+@triton.jit
+def scale_is_ordinary(g):
+    """Whether no intermediate result of a division by a multiple of `g` leaves fp32's range."""
+    return (g > 1.0e-30) & (g < 1.0e30)
+
+
+@triton.jit
+def _quotient(magnitude, divisor, LARGEST: tl.constexpr, ORDINARY: tl.constexpr):
+    """`min(magnitude / divisor, LARGEST)`, the quotient correctly rounded; 0 for divisor 0.
+
+    ORDINARY: the divisor is a `scale_is_ordinary` one. Two fused multiply-adds then repair the
+    product with the rounded reciprocal (Markstein 1990), at a fraction of a division's cost.
+    """
+    if ORDINARY and not INTERPRETED:
+        one = tl.full(divisor.shape, 1.0, tl.float32)
+        reciprocal = tl.where(divisor > 0, tl.div_rn(one, divisor), 0.0)
+        x = tl.minimum(magnitude, LARGEST * divisor, propagate_nan=tl.PropagateNan.ALL)
+        y = x * reciprocal
+        zero = tl.zeros_like(x)
+        remainder = tl.fma(-y, zero + divisor, x)
+        return tl.fma(remainder, zero + reciprocal, y)
+    else:
+        # Only x / inf is 0 for every x.
+        return _clamp(_divide(magnitude, tl.where(divisor > 0, divisor, float("inf"))), LARGEST)
+
+
+@triton.jit
+def quantize_fp8(x, g, ORDINARY: tl.constexpr = False):
+    """FP8 elements of fp32 `x` under global scale `g`: E4M3 values, fp32."""
+    quotient = _quotient(tl.abs(x), g, E4M3_MAX, ORDINARY)
+    return with_sign(round_e4m3_magnitude(quotient), x)
+
+
+@triton.jit
+def quantize_nvfp4(x, g, AXIS: tl.constexpr, ORDINARY: tl.constexpr = False):
+    """NVFP4 elements times their block scale, fp32.
+
+    `x` is fp32 and has its blocks of 16 as axis `AXIS`; `g` is a scalar or has size 1 there.
+    Elements are divided by fp32(scale · g) with correct rounding, so ties are decided as in
+    `mla_quant.reference`. ORDINARY: `scale_is_ordinary(g)` holds, which is faster.
+    """
+    magnitude = tl.abs(x)
+    finite = tl.where(magnitude == magnitude, magnitude, 0.0)
+    scale = block_scale(tl.expand_dims(tl.max(finite, AXIS), AXIS), g)
+    quotient = _quotient(magnitude, scale * g, E2M1_MAX, ORDINARY)
+    return with_sign(round_e2m1_magnitude(quotient) * scale, x)
+
+
+@triton.jit
+def round_to_dtype(x, DTYPE: tl.constexpr):
+    """fp32 `x` in `DTYPE`, to nearest even; finite values that do not fit saturate."""
+    if tl.float32 == DTYPE:
+        return x
+    elif tl.float16 == DTYPE:
+        return tl.clamp(x, -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
+    elif INTERPRETED:
+        # The interpreter truncates, and flushes subnormal numbers.
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = bits + 0x7FFF + ((bits >> 16) & 1)
+        finite = (bits & 0x7F800000) != 0x7F800000
+        return (tl.where(finite, rounded, bits) >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+    else:
+        return x.to(DTYPE)
+
+
+@triton.jit
+def dot(a, b, acc):
+    """`acc + a @ b` with fp32 accumulation and no rounding of the operands."""
+    if INTERPRETED:
+        # The interpreter multiplies the bit patterns of bfloat16.
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc, input_precision="ieee")

@@ -1,0 +1,158 @@
+"""Compile every kernel launch of the package for a GPU that need not be there.
+
+    python -m tests.kernels.ahead_of_time 90        # compute capability 9.0
+
+The host functions run on the CPU with their launches caught, so what is compiled is what they
+would launch: every tiling for that GPU, every format. Prints one JSON object a kernel; a compiler
+error ends it. Must not run under TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from mla_quant.kernels import prefill
+from mla_quant.kernels.merge import merge_attention
+from mla_quant.reference import Sparsity
+
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.uint8: "*u8",
+    torch.bool: "*i1",
+}
+
+
+def capture(call: Callable[[], object]) -> list[tuple[JITFunction, dict[str, Any], dict[str, Any]]]:
+    """Kernel, arguments and options of every launch of a host function."""
+    launches = []
+    original = JITFunction.run
+
+    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        names = self.arg_names
+        arguments = dict(zip(names, args, strict=False))
+        arguments |= {k: v for k, v in kwargs.items() if k in names}
+        options = {k: v for k, v in kwargs.items() if k not in names}
+        for parameter in self.params:
+            if parameter.name not in arguments:
+                arguments[parameter.name] = parameter.default
+        launches.append((self, arguments, options))
+
+    JITFunction.run = run
+    try:
+        call()
+    finally:
+        JITFunction.run = original
+    return launches
+
+
+def compile_launch(
+    kernel: JITFunction, arguments: dict[str, Any], options: dict[str, Any], capability: int
+) -> Any:
+    """Compile one launch, specialized as the launcher would."""
+    names = kernel.arg_names
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    for i, parameter in enumerate(kernel.params):
+        value = arguments[parameter.name]
+        if parameter.is_constexpr or value is None:
+            signature[parameter.name] = "constexpr"
+            constants[(i,)] = value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = POINTERS[value.dtype]
+            attributes[(i,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[parameter.name] = "fp32"
+        elif value == 1:
+            signature[parameter.name] = "constexpr"
+            constants[(i,)] = 1
+        else:
+            signature[parameter.name] = "i32" if abs(value) < 2**31 else "i64"
+            if value % 16 == 0:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+    assert list(signature) == names
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def prefill_calls(capability: tuple[int, int]) -> Iterator[Callable[[], object]]:
+    cu = torch.tensor([0, 8], dtype=torch.int32)
+    amax = torch.ones(4)
+
+    def call(width: int, v_width: int, dtype: torch.dtype, config: Any, **kwargs: Any) -> object:
+        q, v = torch.zeros(8, 2, width, dtype=dtype), torch.zeros(8, 2, v_width, dtype=dtype)
+        return prefill.prefill_attention(
+            q, q, v, cu, cu, 8, 8, scale=0.1, amax=amax, config=config, **kwargs
+        )
+
+    formats = ["q_format", "k_format", "p_format", "v_format"]
+    for config in prefill.prefill_configs(capability, 192, 128):
+        for fmt in ("none", "fp8", "nvfp4"):
+            kwargs = dict.fromkeys(formats, fmt)
+            yield lambda c=config, k=kwargs: call(192, 128, torch.bfloat16, c, **k)
+    nvfp4 = dict.fromkeys(formats, "nvfp4")
+    first = prefill.prefill_configs(capability, 192, 128)[0]
+    for sparsity in (Sparsity(2, 4), Sparsity(4, 8)):
+        yield lambda s=sparsity: call(192, 128, torch.bfloat16, first, sparsity=s, **nvfp4)
+    for width, v_width in ((192, 256), (96, 64)):
+        config = prefill.prefill_configs(capability, width, v_width)[0]
+        yield lambda w=width, v=v_width, c=config: call(w, v, torch.float16, c, **nvfp4)
+    config = prefill.prefill_configs(capability, 192, 128, 4)[0]
+    yield lambda: call(192, 128, torch.float32, config)
+
+
+def other_calls() -> Iterator[Callable[[], object]]:
+    from mla_quant.formats import NVFP4
+    from mla_quant.observers import Observer, _collect_in_one_pass
+
+    out, lse = torch.zeros(4, 2, 128, dtype=torch.bfloat16), torch.zeros(2, 4)
+    yield lambda: merge_attention(out, lse, out, lse)
+    for axis in (-1, -2):
+        observer = Observer("k", NVFP4, axis, "max", 99.9, torch.device("cpu"))
+        x = torch.zeros(1, 2, 128, 192, dtype=torch.bfloat16)
+        valid = torch.ones(1, 1, 128, 1, dtype=torch.bool)
+        yield lambda o=observer, x=x: _collect_in_one_pass(o, x, None)
+        yield lambda o=observer, x=x, v=valid: _collect_in_one_pass(o, x, v)
+
+
+def main() -> None:
+    number = int(sys.argv[1])
+    capability = divmod(number, 10)
+    seen = set()
+    for call in [*prefill_calls(capability), *other_calls()]:
+        for kernel, arguments, options in capture(call):
+            shown = {
+                k: (str(v.dtype) if isinstance(v, torch.Tensor) else v)
+                for k, v in arguments.items()
+            }
+            key = json.dumps([kernel.__name__, shown, options], sort_keys=True, default=str)
+            if key in seen:
+                continue
+            seen.add(key)
+            compiled = compile_launch(kernel, arguments, options, number)
+            constants = {k: v for k, v in shown.items() if k.isupper()}
+            result = {
+                "kernel": kernel.__name__,
+                "constants": constants,
+                "options": options,
+                "shared_bytes": compiled.metadata.shared,
+                "limit_bytes": prefill.shared_bytes(capability),
+            }
+            print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

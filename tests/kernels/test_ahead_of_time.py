@@ -1,0 +1,25 @@
+"""Every kernel compiles for every GPU it claims, none of which need be there, and fits into it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
+def test_compiles_and_fits(capability) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.ahead_of_time", str(capability)],
+        env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {"_prefill_kernel", "_merge_kernel", "_observe_kernel"} <= {k["kernel"] for k in kernels}
+    for kernel in kernels:
+        assert kernel["shared_bytes"] <= kernel["limit_bytes"], kernel
