@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 DEMO := build/demo
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-gpu check format bench clean distclean
+.PHONY: help install demo test test-gpu check format bench bench-gpu clean distclean
 .DELETE_ON_ERROR:
 
 help: ## Show this list
@@ -39,8 +39,8 @@ demo: $(STAMP) ## Calibrate, evaluate and verify the example model
 test: $(STAMP) ## Run the tests that need no GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not gpu" --ignore=tests/gpu $(PYTEST_ARGS) tests
 
-test-gpu: ## Run tests/gpu with $(PYTHON) as it is, without the virtual environment
-	PYTHONPATH=. $(PYTHON) -m pytest $(PYTEST_ARGS) tests/gpu
+test-gpu: ## Run tests/gpu and tests/kernels with $(PYTHON) as it is, without the virtual environment
+	PYTHONPATH=. $(PYTHON) -m pytest $(PYTEST_ARGS) tests/gpu tests/kernels
 
 check: $(STAMP) ## Check format, lint, types and import directions
 	$(BIN)/ruff format --check .
@@ -52,8 +52,12 @@ format: $(STAMP) ## Format the code and fix what ruff can fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(STAMP) ## Measure what calibration adds to a forward pass
-	$(BIN)/python -m benchmarks.calibration_overhead
+bench: $(STAMP) ## Measure what calibration adds to a forward pass, on the CPU
+	$(BIN)/python -m benchmarks.calibration_overhead --device cpu
+
+bench-gpu: ## Measure calibration and kernels on CUDA with $(PYTHON) as it is
+	PYTHONPATH=. $(PYTHON) -m benchmarks.calibration_overhead --device cuda
+	PYTHONPATH=. $(PYTHON) -m benchmarks.attention_kernels
 
 clean: ## Remove what was built and cached, but not the virtual environment
 	rm -rf build dist .coverage htmlcov .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

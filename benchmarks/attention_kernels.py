@@ -1,25 +1,31 @@
 """Speed of the attention kernels beside their peers, in one run on one CUDA device.
 
-    python -m benchmarks.attention_kernels                     # everything: about two minutes
-    python -m benchmarks.attention_kernels --only decode
-    python -m benchmarks.attention_kernels --readme            # write the results into README.md
+    python -m benchmarks.attention_kernels                      # about three minutes
+    python -m benchmarks.attention_kernels --only decode --sweep
+    python -m benchmarks.attention_kernels --readme             # write the results into README.md
 
 Peers: FlashAttention-3, `decode_attention_fwd`, FlashMLA (dense, SM90) and `merge_attn_states` from
 an installed vLLM, ModelOpt's `triton_fa`, and a device-to-device copy. A peer that is not installed
-is left out. Times are medians by CUDA events with the L2 cache flushed before each run; inputs are
-random, outputs are poisoned and checked first. A prefill's time includes the quantization of Q, K
-and V; a decode step with a side cache does not write it (`--only write` measures that). Results go
-to `benchmarks/results/attention_kernels.json`.
+is left out. Times are medians by CUDA events with the L2 cache flushed before each run, decode as a
+replayed CUDA graph; inputs are random and outputs checked first. A prefill's time includes the
+quantization of Q, K and V; a decode step with a side cache does not include writing it, which is
+measured apart. `--sweep` also measures tilings that are not the default. Results go to
+`benchmarks/results/attention_kernels.json`, each figure as soon as it is there.
 """
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import json
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
-from benchmarks.calibration_overhead import RESULTS
+from benchmarks.calibration_overhead import RESULTS, hardware
+from benchmarks.readme import insert
 
 RESULT = RESULTS / "attention_kernels.json"
 PREFILL_SHAPES = ((1, 16384, 16), (2, 8192, 128))
@@ -36,6 +42,13 @@ def median_us(call: Callable[[], object], rep_ms: int = 40) -> float:
     from triton.testing import do_bench
 
     return float(do_bench(call, warmup=10, rep=rep_ms, return_mode="median")) * 1e3
+
+
+def require_close(a: Any, b: Any) -> None:
+    """Stop if two results in bfloat16 differ by more than rounding."""
+    error = float((a.float() - b.float()).norm() / b.float().norm())
+    if not error < 0.01:
+        raise SystemExit(f"a peer's result is {error:.2%} off ours: nothing to compare")
 
 
 def try_import(path: str) -> Any:
@@ -58,9 +71,25 @@ def copy_bandwidth() -> float:
     return 2 * x.numel() / (median_us(lambda: y.copy_(x)) * 1e-6)
 
 
-def row(kind: str, shape: tuple[int, ...], name: str, us: float, **work: float) -> dict[str, Any]:
-    """One measurement with what it achieved."""
+Rows = Iterator[dict[str, Any]]
+
+
+def row(
+    kind: str,
+    shape: tuple[int, ...],
+    name: str,
+    us: float,
+    configuration: Any = None,
+    default: bool = True,
+    **work: float,
+) -> dict[str, Any]:
+    """One measurement with what it achieved.
+
+    `configuration`: a tiling, None for a peer; `default`: whether it is the one in use.
+    """
     result: dict[str, Any] = {"kind": kind, "shape": list(shape), "name": name, "us": us}
+    if configuration is not None:
+        result |= {"configuration": list(configuration), "default": default}
     if "flops" in work:
         result["tflops"] = work["flops"] / us / 1e6
     if "bytes" in work:
@@ -69,16 +98,16 @@ def row(kind: str, shape: tuple[int, ...], name: str, us: float, **work: float) 
     return result
 
 
-def prefill() -> list[dict[str, Any]]:
+def prefill(sweep: bool = False) -> Rows:
     """Causal prefill, 192/128, quantization of Q, K and V included."""
     import torch
 
-    from mla_quant.kernels import prefill_attention
+    from mla_quant.kernels.prefill import prefill_attention, prefill_configs
     from mla_quant.reference import Sparsity
 
-    results = []
+    default = prefill_configs(torch.cuda.get_device_capability(), 192, 128)[0]
+
     flash = try_import("vllm.vllm_flash_attn.flash_attn_varlen_func")
-    modelopt = try_import("modelopt.torch.kernels.common.attention.triton_fa.attention")
     for shape in PREFILL_SHAPES:
         batch, length, heads = shape
         generator = torch.Generator(device="cuda").manual_seed(0)
@@ -97,9 +126,12 @@ def prefill() -> list[dict[str, Any]]:
         pairs = batch * heads * length * (length + 1) / 2
         flops, scale = 2 * pairs * 320, 192**-0.5
 
-        def ours(fmt: str, sparsity: Any = None, q=q, k=k, v=v, cu=cu, n=length, a=amax, s=scale):
+        def ours(
+            fmt: str, sparsity: Any = None, config: Any = None,
+            q=q, k=k, v=v, cu=cu, n=length, a=amax, s=scale,
+        ):  # fmt: skip
             return prefill_attention(
-                q, k, v, cu, cu, n, n, scale=s, amax=a, sparsity=sparsity,
+                q, k, v, cu, cu, n, n, scale=s, amax=a, sparsity=sparsity, config=config,
                 **{f"{x}_format": fmt for x in FORMATS},
             )  # fmt: skip
 
@@ -111,8 +143,10 @@ def prefill() -> list[dict[str, Any]]:
         ):
             out, _ = ours(fmt, sparsity)
             assert out.isfinite().all()
-            us = median_us(lambda f=fmt, s=sparsity, call=ours: call(f, s))
-            results.append(row("prefill", shape, name, us, flops=flops))
+            others = [default._replace(lazy=not default.lazy)] if sweep else []
+            for config in (default, *others):
+                us = median_us(lambda f=fmt, s=sparsity, c=config, call=ours: call(f, s, c))
+                yield row("prefill", shape, name, us, config, config == default, flops=flops)
         if flash is not None:
 
             def fa3(q=q, k=k, v=v, cu=cu, n=length, s=scale):
@@ -121,33 +155,36 @@ def prefill() -> list[dict[str, Any]]:
                     softmax_scale=s, causal=True, fa_version=3, return_softmax_lse=True,
                 )  # fmt: skip
 
-            torch.testing.assert_close(fa3()[0], ours("none")[0], rtol=0, atol=0.03)
-            results.append(row("prefill", shape, "FlashAttention-3", median_us(fa3), flops=flops))
-        if modelopt is not None:
-            # It has one width for Q, K and V.
-            square = [normal(128) for _ in range(3)]
-            starts = cu[:-1].contiguous()
-            lengths = torch.full((batch,), length, device="cuda", dtype=torch.int32)
-
-            def peer(x=square, starts=starts, lengths=lengths, n=length):
-                return modelopt(
-                    *x, starts, lengths, n, is_causal=True, p_qdq="nvfp4", v_qdq="nvfp4"
-                )
-
-            peer()
-            us = median_us(peer, rep_ms=1)
-            name = "ModelOpt triton_fa 128/128, NVFP4 P and V"
-            results.append(row("prefill", shape, name, us, flops=2 * pairs * 256))
-    return results
+            require_close(fa3()[0], ours("none")[0])
+            yield row("prefill", shape, "FlashAttention-3", median_us(fa3), flops=flops)
 
 
-def operands() -> list[dict[str, Any]]:
+def modelopt(_: bool = False) -> Rows:
+    """ModelOpt's prefill with NVFP4 P and V; it has one width for Q, K and V."""
+    import torch
+
+    attention = try_import("modelopt.torch.kernels.common.attention.triton_fa.attention")
+    for batch, length, heads in PREFILL_SHAPES if attention is not None else ():
+        x = torch.randn(3, batch * length, heads, 128, device="cuda", dtype=torch.bfloat16)
+        starts = torch.arange(batch, device="cuda", dtype=torch.int32) * length
+        lengths = torch.full_like(starts, length)
+
+        def peer(x=x, starts=starts, lengths=lengths, n=length):
+            return attention(*x, starts, lengths, n, is_causal=True, p_qdq="nvfp4", v_qdq="nvfp4")
+
+        peer()
+        flops = 2 * 256 * batch * heads * length * (length + 1) / 2
+        name = "ModelOpt triton_fa 128/128, NVFP4 P and V"
+        us = median_us(peer, rep_ms=1)
+        yield row("prefill", (batch, length, heads), name, us, flops=flops)
+
+
+def operands(_: bool = False) -> Rows:
     """Quantization of operands and merging: bound by memory."""
     import torch
 
     from mla_quant.kernels import merge_attention, quantize_features, quantize_tokens
 
-    results = []
     for tokens, heads in ((16384, 16), (16384, 128)):
         k = torch.randn(tokens, heads, 192, device="cuda", dtype=torch.bfloat16)
         v = torch.randn(tokens, heads, 128, device="cuda", dtype=torch.bfloat16)
@@ -156,24 +193,23 @@ def operands() -> list[dict[str, Any]]:
         shape = (tokens, heads)
         for fmt in ("fp8", "nvfp4"):
             us = median_us(lambda k=k, f=fmt, a=amax: quantize_features(k, f, a, torch.bfloat16))
-            results.append(row("quantize", shape, f"K {fmt}", us, bytes=4 * k.numel()))
+            yield row("quantize", shape, f"K {fmt}", us, bytes=4 * k.numel())
             us = median_us(
                 lambda v=v, f=fmt, a=amax, cu=cu, n=tokens: quantize_tokens(
                     v, f, a, torch.bfloat16, cu, n
                 )
             )
-            results.append(row("quantize", shape, f"V {fmt}", us, bytes=4 * v.numel()))
+            yield row("quantize", shape, f"V {fmt}", us, bytes=4 * v.numel())
         lse = torch.randn(heads, tokens, device="cuda")
         work = 3 * 2 * v.numel() + 3 * 4 * lse.numel()
         other = torch.randn_like(v)
         us = median_us(lambda a=v, b=other, s=lse: merge_attention(a, s, b, s))
-        results.append(row("merge", shape, "ours", us, bytes=work))
+        yield row("merge", shape, "ours", us, bytes=work)
         peer = try_import("vllm.v1.attention.ops.merge_attn_states.merge_attn_states")
         if peer is not None:
             inputs = (torch.empty_like(v), v, lse, other, lse, torch.empty_like(lse))
             us = median_us(lambda f=peer, x=inputs: f(*x))
-            results.append(row("merge", shape, "vLLM merge_attn_states", us, bytes=work))
-    return results
+            yield row("merge", shape, "vLLM merge_attn_states", us, bytes=work)
 
 
 class Paged:
@@ -195,8 +231,285 @@ class Paged:
             batch, heads, 576, device="cuda", dtype=torch.bfloat16, generator=generator
         ) * 0.5  # fmt: skip
         self.amax = torch.tensor([3.0, 3.0, 5.5, 5.5, 5.5, 1.0], device="cuda")
+        self.context = context
+        self.cu = torch.arange(batch + 1, device="cuda", dtype=torch.int32) * context
+
+    def write(self, records: Any, layout: Any) -> None:
+        """Fill a side cache with all tokens."""
+        from mla_quant.kernels import operand_cache
+
+        operand_cache.write_operands(
+            self.cache, records, layout, self.block_table, self.seq_lens, self.amax,
+            cu_seqlens_new=self.cu, max_new_tokens=self.context,
+        )  # fmt: skip
 
 
 def decode_flops(batch: int, heads: int, context: int) -> float:
     """Of both products."""
     return 2.0 * batch * heads * context * (576 + 512)
+
+
+def graph_us(call: Callable[[], object]) -> float:
+    """Median time of a call in µs, replayed as a CUDA graph: what an engine pays."""
+    import torch
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return median_us(graph.replay)
+
+
+DECODE_KINDS = {
+    "unquantized": ("none", False),
+    "NVFP4, side cache": ("nvfp4", True),
+    "NVFP4, quantized on read": ("nvfp4", False),
+    "FP8, side cache": ("fp8", True),
+}
+"""Format of all four operands, and whether K and V come from a side cache."""
+
+SWEEP = {
+    "raw": ((16, 64, 2, 4, 4, 2), (32, 64, 2, 4, 8, 5), (64, 32, 4, 2, 8, 3)),
+    "stored": (
+        (16, 64, 2, 4, 4, 2),
+        (16, 64, 2, 4, 8, 5),
+        (16, 128, 4, 8, 8, 5),
+        (32, 64, 2, 4, 4, 2),
+    ),
+    "read": (),
+}
+"""Tilings beside the defaults, by source of the operands: see `kernels.decode.Configuration`."""
+
+
+def decode_candidates(heads: int, kind: str, sweep: bool) -> list[Any]:
+    """The default tiling of this GPU, then others."""
+    import torch
+
+    from mla_quant.kernels import decode
+
+    fmt, stored = DECODE_KINDS[kind]
+    formats = decode.OperandFormats(fmt, fmt, fmt, fmt)
+    major, minor = torch.cuda.get_device_capability()
+    source = decode.operand_source(formats, stored, stored)
+    default = decode.choose_configuration(heads, 10 * major + minor, source)
+    others = [decode.Configuration(*c) for c in SWEEP[source] if sweep and fmt != "fp8"]
+    rows = (16,) if heads <= 16 else (32, 64)
+    return [default] + [c for c in others if c.block_rows in rows and c != default]
+
+
+def decode_call(paged: Any, kind: str, configuration: Any) -> Callable[[], Any]:
+    """One decode step of ours."""
+    from mla_quant.kernels import decode, operand_cache
+
+    fmt, stored = DECODE_KINDS[kind]
+    formats = decode.OperandFormats(fmt, fmt, fmt, fmt)
+    records = layout = None
+    if stored:
+        layout = operand_cache.OperandLayout(512, 64, fmt, fmt)
+        records = operand_cache.allocate(paged.cache.shape[0], paged.page, layout, "cuda")
+        paged.write(records, layout)
+    return lambda: decode.decode_attention(
+        paged.q, paged.cache, paged.block_table, paged.seq_lens, paged.amax, latent_width=512,
+        scale=paged.scale, formats=formats, records=records, layout=layout,
+        out_dtype=paged.q.dtype, configuration=configuration,
+    )  # fmt: skip
+
+
+def _compile(job: tuple[int, str, Any]) -> str:
+    """Compile one decode kernel, in a process of its own."""
+    heads, kind, configuration = job
+    try:
+        decode_call(Paged(2, heads, 512), kind, configuration)()
+    except Exception as error:
+        return f"{heads} heads, {kind}, {configuration}: {error!r}"
+    return ""
+
+
+def decode(sweep: bool = False) -> Rows:
+    """The eight shapes."""
+    import concurrent.futures
+    import multiprocessing
+    import os
+
+    import torch
+
+    jobs = [
+        (heads, kind, candidate)
+        for heads in (16, 128)
+        for kind in DECODE_KINDS
+        for candidate in decode_candidates(heads, kind, sweep)
+    ]
+    # Compilation takes seconds a kernel: all cores at once, into Triton's cache.
+    workers = min(len(jobs), os.cpu_count() or 1)
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
+        messages = list(pool.map(_compile, jobs))
+    failed = [job for job, message in zip(jobs, messages, strict=True) if message]
+    print("\n".join(filter(None, messages)), file=sys.stderr, flush=True)
+    for shape in DECODE_SHAPES:
+        heads = shape[1]
+        paged = Paged(*shape)
+        flops = decode_flops(*shape)
+        raw = paged.cache.numel() * 2.0
+        outputs = {}
+        for kind in DECODE_KINDS:
+            candidates = decode_candidates(heads, kind, sweep)
+            for candidate in candidates:
+                if (heads, kind, candidate) in failed:
+                    continue
+                call = decode_call(paged, kind, candidate)
+                out = call()[0]
+                assert out.isfinite().all(), (shape, kind, candidate)
+                outputs.setdefault(kind, out)
+                yield row(
+                    "decode", shape, kind, graph_us(call), dataclasses.astuple(candidate),
+                    candidate == candidates[0], flops=flops, bytes=raw,
+                )  # fmt: skip
+        yield from decode_peers(paged, shape, outputs["unquantized"], flops, raw)
+        if shape in ((1, 16, 8192), (128, 16, 8192)):
+            yield write_time(paged, shape)
+        del paged, outputs
+        torch.cuda.empty_cache()
+
+
+def write_time(paged: Any, shape: tuple[int, ...]) -> dict[str, Any]:
+    """What a decode step pays for writing one token a sequence into the side cache."""
+    from mla_quant.kernels import operand_cache
+
+    layout = operand_cache.OperandLayout(512, 64, "nvfp4", "nvfp4")
+    records = operand_cache.allocate(paged.cache.shape[0], paged.page, layout, "cuda")
+    us = graph_us(
+        lambda: operand_cache.write_operands(
+            paged.cache, records, layout, paged.block_table, paged.seq_lens, paged.amax
+        )
+    )
+    return row("decode", shape, "writing one token a sequence into the side cache", us)
+
+
+def decode_peers(
+    paged: Any, shape: tuple[int, int, int], ours: Any, flops: float, raw: float
+) -> Rows:
+    """vLLM's Triton decode and FlashMLA, unquantized; ours is compared with them."""
+    import torch
+
+    batch, heads, context = shape
+    vllm = try_import("vllm.v1.attention.ops.triton_decode_attention.decode_attention_fwd")
+    splits_of = try_import("vllm.v1.attention.backends.mla.triton_mla._compute_num_kv_splits")
+    if vllm is not None and splits_of is not None:
+        multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+        splits = splits_of(context, multiprocessors)
+        out = torch.empty(batch, heads, 512, device="cuda", dtype=torch.bfloat16)
+        lse = torch.empty(batch, heads, device="cuda", dtype=torch.bfloat16)
+        scratch = torch.empty(batch, heads, splits, 513, device="cuda")
+        one = torch.ones((), device="cuda")
+        latent = paged.cache.unsqueeze(2)
+
+        def peer() -> None:
+            vllm(
+                paged.q, latent, latent[..., :512], out, lse, paged.block_table, paged.seq_lens,
+                scratch, splits, paged.scale, paged.page, k_scale=one, v_scale=one, is_mla=True,
+            )  # fmt: skip
+
+        peer()
+        require_close(out, ours)
+        us = graph_us(peer)
+        yield row("decode", shape, "vLLM decode_attention_fwd", us, flops=flops, bytes=raw)
+    flash = try_import("vllm.third_party.flashmla.flash_mla_interface.flash_mla_with_kvcache")
+    metadata = try_import("vllm.third_party.flashmla.flash_mla_interface.get_mla_metadata")
+    if flash is not None and metadata is not None:
+        plan, _ = metadata()
+
+        def peer_flash() -> Any:
+            return flash(
+                paged.q.unsqueeze(1), paged.cache.unsqueeze(2), paged.block_table, paged.seq_lens,
+                512, plan, softmax_scale=paged.scale,
+            )  # fmt: skip
+
+        require_close(peer_flash()[0][:, 0], ours)
+        us = graph_us(peer_flash)
+        yield row("decode", shape, "FlashMLA dense", us, flops=flops, bytes=raw)
+
+
+SECTIONS = {"prefill": prefill, "decode": decode, "operands": operands, "modelopt": modelopt}
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The results as tables."""
+    rows = [r for r in result["rows"] if r.get("default", True)]
+    lines = [
+        f"{result['hardware']}, torch {result['torch']}, Triton {result['triton']}, vLLM "
+        f"{result['vllm']}, {result['date']}.",
+    ]
+    if result.get("copy_tb_per_s"):
+        lines.append(f"Copying reaches {result['copy_tb_per_s']:.2f} TB/s.")
+    lines += filter(None, [result.get("remark")])
+    for kind, unit in (
+        ("prefill", "TFLOP/s"),
+        ("decode", "µs"),
+        ("quantize", "TB/s"),
+        ("merge", "TB/s"),
+    ):
+        part = [r for r in rows if r["kind"] == kind]
+        if not part:
+            continue
+        names = list(dict.fromkeys(r["name"] for r in part))
+        shapes = list(dict.fromkeys(tuple(r["shape"]) for r in part))
+        head = {
+            "prefill": "batch × length × heads", "decode": "batch × heads × context",
+            "quantize": "tokens × heads", "merge": "tokens × heads",
+        }[kind]  # fmt: skip
+        lines += ["", f"{kind}, {unit}", "", f"| {head} | " + " | ".join(names) + " |"]
+        lines.append("|" + "---|" * (len(names) + 1))
+        field = {"TFLOP/s": "tflops", "µs": "us", "TB/s": "tb_per_s"}[unit]
+        for shape in shapes:
+            cells = []
+            for name in names:
+                found = [r for r in part if tuple(r["shape"]) == shape and r["name"] == name]
+                digits = 2 if unit == "TB/s" else 0
+                cells.append(f"{found[0][field]:.{digits}f}" if found else "")
+            lines.append(f"| {' × '.join(map(str, shape))} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def version_of(package: str) -> str:
+    """Version of an installed package, "none" without it."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+def main() -> None:
+    """Parse arguments and run."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", nargs="*", choices=tuple(SECTIONS), default=tuple(SECTIONS))
+    parser.add_argument("--sweep", action="store_true", help="also tilings that are no default")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--readme", action="store_true", help="render the results, run nothing")
+    args = parser.parse_args()
+    if args.readme:
+        insert("kernels", markdown(json.loads(args.out.read_text(encoding="utf-8"))))
+        return
+    result = {
+        **hardware("cuda"),
+        "triton": version_of("triton"),
+        "vllm": version_of("vllm"),
+        "copy_tb_per_s": copy_bandwidth() / 1e12,
+        "rows": [],
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    for name in args.only:
+        section: Any = SECTIONS[name]
+        for measured in section(args.sweep):
+            result["rows"].append(measured)
+            args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(markdown(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -24,6 +24,7 @@ from modelopt.torch.quantization.nn import QuantModule, TensorQuantizer
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from mla_quant import fused
 from mla_quant.errors import CalibrationError, ConfigError, UnsupportedModelError
 from mla_quant.families import Geometry
 from mla_quant.formats import NVFP4
@@ -37,6 +38,7 @@ from mla_quant.recipes import (
     QUANTIZER_SUFFIX,
 )
 from mla_quant.reference import (
+    RANKED_PATTERNS,
     Sparsity,
     attention,
     full_precision_matmul,
@@ -456,6 +458,9 @@ class QuantMLAAttention(QuantModule):  # type: ignore[misc]  # untyped base
     ) -> tuple[Tensor, Tensor | None]:
         assert call.latent is not None
         assert call.rope is not None
+        by_kernels = self._fused(form, query, key, value, call, visible, scaling)
+        if by_kernels is not None:
+            return by_kernels, None
         rows, dtype = visible.queries, query.dtype
         if form == "projected":
             q_parts = [self._round("q", query, rows, dtype)]
@@ -494,6 +499,76 @@ class QuantMLAAttention(QuantModule):  # type: ignore[misc]  # untyped base
                 back = visible.order.argsort(-1)[:, None, None, :]
                 p = p.gather(-1, back.expand_as(p))
         return out.to(query.dtype).transpose(1, 2).contiguous(), p
+
+    def _fused(
+        self,
+        form: str,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        call: _Call,
+        visible: _Visible,
+        scaling: float,
+    ) -> Tensor | None:
+        """The same by the fused kernels, or None where they do not apply.
+
+        They do where nothing asks for probabilities, statistics or gradients and the mask is a
+        causal one, padded or not.
+        """
+        assert call.latent is not None
+        assert call.rope is not None
+        settings = quantizer_settings(self.quantizer("p"))
+        if (
+            not fused.kernels_serve(query)
+            or self._is_eager()
+            or self.measurement is not None
+            or visible.bias is not None
+            or settings.get("p_tile_tokens") is not None
+            or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad))
+        ):
+            return None
+        shape = (query.shape[0], query.shape[2], call.latent.shape[2])
+        starts = fused.causal_starts(
+            visible.allowed,
+            visible.causal,
+            visible.positions,
+            visible.queries,
+            shape,
+            query.device,
+        )
+        active = self.active_operands(form)
+        sparsity = self._sparsity(settings, query.shape[2]) if "p" in active else None
+        if starts is None or (sparsity and (sparsity.n, sparsity.m) not in RANKED_PATTERNS):
+            return None
+        operands: dict[str, tuple[str, Tensor | float]] = {}
+        for name in OPERANDS:
+            quantizer = self.quantizer(name)
+            operands[name] = ("none", 1.0)
+            if name in active:
+                operands[name] = (operand_format(quantizer).name, quantizer_amax(quantizer, name))
+        if form == "projected":
+            return fused.projected(
+                query,
+                visible.move(key),
+                visible.move(value),
+                operands,
+                scale=scaling,
+                segments=self.geometry.qk_segments,
+                sparsity=sparsity,
+                starts=starts,
+            )
+        if not fused.absorbed_serves(self.geometry.kv_lora_rank, self.geometry.qk_rope_head_dim):
+            return None
+        out = fused.absorbed(
+            *self.absorbed_query(query),
+            visible.move(call.latent),
+            visible.move(call.rope),
+            operands,
+            scale=scaling,
+            sparsity=sparsity,
+            starts=starts,
+        )
+        return self._up_project(out.to(query.dtype)).to(query.dtype).transpose(1, 2).contiguous()
 
     def _round(
         self, operand: str, x: Tensor, real: Tensor | None, model_dtype: torch.dtype

@@ -360,6 +360,10 @@ class Sparsity:
         return recent | (key_positions[..., None, :] < self.dense_sink_tokens)
 
 
+RANKED_PATTERNS = ((2, 4), (4, 8))
+"""N:M patterns that the fused kernels rank; others are computed in plain torch."""
+
+
 @contextmanager
 def full_precision_matmul() -> Iterator[None]:
     """Keep fp32 products out of TF32, whatever the process has set."""

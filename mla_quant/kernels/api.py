@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mla_quant.errors import ConfigError
 from mla_quant.kernels import ops
+from mla_quant.kernels.decode import OperandFormats
+from mla_quant.kernels.operand_cache import OperandLayout
 from mla_quant.reference import Sparsity
 
 
@@ -54,6 +57,72 @@ def prefill_attention(
         dtype or q.dtype,
     )
     return result
+
+
+def decode_attention(
+    q: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    amax: Tensor,
+    *,
+    latent_width: int,
+    scale: float,
+    formats: OperandFormats,
+    cu_seqlens_q: Tensor | None = None,
+    max_query_len: int = 1,
+    sparsity: Sparsity | None = None,
+    num_splits: int | None = None,
+    records: Tensor | None = None,
+    layout: OperandLayout | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """Decode over a paged latent cache; see `mla_quant.kernels.decode.decode_attention`."""
+    if (records is None) != (layout is None):
+        raise ConfigError("records and layout of an operand cache must be given together")
+    result: tuple[Tensor, Tensor] = ops.decode_attention(
+        q,
+        cache,
+        block_table,
+        seq_lens,
+        amax,
+        cu_seqlens_q,
+        records,
+        max_query_len,
+        latent_width,
+        scale,
+        ops.pack_formats(formats),
+        ops.pack_layout(layout),
+        ops.pack_sparsity(sparsity),
+        num_splits,
+        dtype,
+    )
+    return result
+
+
+def write_operands(
+    cache: Tensor,
+    records: Tensor,
+    layout: OperandLayout,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    amax: Tensor,
+    *,
+    cu_seqlens_new: Tensor | None = None,
+    max_new_tokens: int = 1,
+) -> None:
+    """Fill the side cache; see `mla_quant.kernels.operand_cache.write_operands`."""
+    ops.write_operands(
+        cache,
+        records,
+        block_table,
+        seq_lens,
+        amax,
+        cu_seqlens_new,
+        max_new_tokens,
+        layout.latent_width,
+        ops.pack_layout(layout),
+    )
 
 
 def merge_attention(

@@ -95,12 +95,6 @@ def validity(amax):
 
 
 @triton.jit
-def block_scale(block_amax, g):
-    """Stored E4M3 scale of NVFP4 blocks, fp32; `block_amax` must hold no NaN."""
-    return round_e4m3_magnitude(tl.minimum(_divide(block_amax, E2M1_MAX * g), E4M3_MAX))
-
-
-@triton.jit
 def scale_is_ordinary(g):
     """Whether no intermediate result of a division by a multiple of `g` leaves fp32's range."""
     return (g > 1.0e-30) & (g < 1.0e30)
@@ -127,6 +121,16 @@ def _quotient(magnitude, divisor, LARGEST: tl.constexpr, ORDINARY: tl.constexpr)
 
 
 @triton.jit
+def block_scale(block_amax, g, ORDINARY: tl.constexpr = False):
+    """Stored E4M3 scale of NVFP4 blocks, fp32; `block_amax` must hold no NaN."""
+    if ORDINARY and not INTERPRETED:
+        ratio = _quotient(block_amax, E2M1_MAX * g, E4M3_MAX, ORDINARY)
+    else:
+        ratio = tl.minimum(_divide(block_amax, E2M1_MAX * g), E4M3_MAX)
+    return round_e4m3_magnitude(ratio)
+
+
+@triton.jit
 def quantize_fp8(x, g, ORDINARY: tl.constexpr = False):
     """FP8 elements of fp32 `x` under global scale `g`: E4M3 values, fp32."""
     quotient = _quotient(tl.abs(x), g, E4M3_MAX, ORDINARY)
@@ -134,18 +138,23 @@ def quantize_fp8(x, g, ORDINARY: tl.constexpr = False):
 
 
 @triton.jit
-def quantize_nvfp4(x, g, AXIS: tl.constexpr, ORDINARY: tl.constexpr = False):
+def quantize_nvfp4(x, g, AXIS: tl.constexpr, ORDINARY: tl.constexpr = False, factor=1.0):
     """NVFP4 elements times their block scale, fp32.
 
     `x` is fp32 and has its blocks of 16 as axis `AXIS`; `g` is a scalar or has size 1 there.
     Elements are divided by fp32(scale · g) with correct rounding, so ties are decided as in
     `mla_quant.reference`. ORDINARY: `scale_is_ordinary(g)` holds, which is faster.
+    `factor`, which broadcasts like `g`, multiplies the result.
     """
     magnitude = tl.abs(x)
-    finite = tl.where(magnitude == magnitude, magnitude, 0.0)
-    scale = block_scale(tl.expand_dims(tl.max(finite, AXIS), AXIS), g)
+    if INTERPRETED:  # whose maximum keeps NaN
+        largest = tl.max(tl.where(magnitude == magnitude, magnitude, 0.0), AXIS)
+    else:
+        largest = tl.max(magnitude, AXIS)
+        largest = tl.where(largest == largest, largest, 0.0)
+    scale = block_scale(tl.expand_dims(largest, AXIS), g, ORDINARY)
     quotient = _quotient(magnitude, scale * g, E2M1_MAX, ORDINARY)
-    return with_sign(round_e2m1_magnitude(quotient) * scale, x)
+    return with_sign(round_e2m1_magnitude(quotient) * (scale * factor), x)
 
 
 @triton.jit

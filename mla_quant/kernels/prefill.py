@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_quant.errors import ConfigError
+from mla_quant.kernels.devices import shared_bytes
 from mla_quant.kernels.numerics import (
     E2M1_MAX,
     E4M3_MAX,
@@ -40,7 +41,8 @@ from mla_quant.kernels.numerics import (
     validity,
 )
 from mla_quant.kernels.quantize import quantize_features, quantize_tokens
-from mla_quant.reference import LOG2_E, Sparsity
+from mla_quant.kernels.ranking import join_4, keep_2_of_4, keep_4_of_8, split_4
+from mla_quant.reference import LOG2_E, RANKED_PATTERNS, Sparsity
 
 _LOG2_E = tl.constexpr(LOG2_E)
 _UNSEEN = tl.constexpr(-1.0e30)
@@ -134,82 +136,6 @@ def quantize_p_blocks(p, block_max, inverse, inverse_block, DTYPE: tl.constexpr)
 
 
 @triton.jit
-def _at_least_two(x, y, z):
-    return (x & y) | (z & (x | y))
-
-
-@triton.jit
-def _wins_4(a, b, c, d):
-    """For four scores in order: whether each is among the two largest, the first among equals."""
-    ab = a >= b
-    ac = a >= c
-    ad = a >= d
-    bc = b >= c
-    bd = b >= d
-    cd = c >= d
-    return (
-        _at_least_two(ab, ac, ad),
-        _at_least_two(not_(ab), bc, bd),
-        _at_least_two(not_(ac), not_(bc), cd),
-        _at_least_two(not_(ad), not_(bd), not_(cd)),
-    )
-
-
-@triton.jit
-def not_(x):
-    """Negation of a mask."""
-    return x == 0
-
-
-@triton.jit
-def _above(a, b0, b1, b2, b3):
-    """How many of four later scores beat each of `a`."""
-    return (
-        (b0 > a).to(tl.int32)
-        + (b1 > a).to(tl.int32)
-        + (b2 > a).to(tl.int32)
-        + (b3 > a).to(tl.int32)
-    )
-
-
-@triton.jit
-def _at_or_above(a, b0, b1, b2, b3):
-    """How many of four earlier scores beat each of `a`."""
-    return (
-        (b0 >= a).to(tl.int32)
-        + (b1 >= a).to(tl.int32)
-        + (b2 >= a).to(tl.int32)
-        + (b3 >= a).to(tl.int32)
-    )
-
-
-@triton.jit
-def _rank_4(a, b, c, d):
-    """How many of the other three beat each."""
-    ab = (a >= b).to(tl.int32)
-    ac = (a >= c).to(tl.int32)
-    ad = (a >= d).to(tl.int32)
-    bc = (b >= c).to(tl.int32)
-    bd = (b >= d).to(tl.int32)
-    cd = (c >= d).to(tl.int32)
-    return 3 - ab - ac - ad, 2 + ab - bc - bd, 1 + ac + bc - cd, ad + bd + cd
-
-
-@triton.jit
-def _split_2(x):
-    """Split the last two axes, both of size 2, into four tensors in order."""
-    even, odd = tl.split(x)
-    a, c = tl.split(even)
-    b, d = tl.split(odd)
-    return a, b, c, d
-
-
-@triton.jit
-def _join_2(a, b, c, d):
-    return tl.join(tl.join(a, c), tl.join(b, d))
-
-
-@triton.jit
 def keep_largest(s, M: tl.constexpr):
     """Which scores M/2 : M sparsity keeps, as int1 in the shape of `in_blocks`.
 
@@ -228,30 +154,18 @@ def keep_largest(s, M: tl.constexpr):
     x = tl.permute(x, (0, 1, 2, 4, 3, 5, 6))
     if M == 4:
         x = tl.reshape(x, (rows, io, ii // gi, jo, 2, 2))
-        a, b, c, d = _split_2(x)
-        ka, kb, kc, kd = _wins_4(a, b, c, d)
-        keep = _join_2(ka.to(tl.int8), kb.to(tl.int8), kc.to(tl.int8), kd.to(tl.int8))
+        a, b, c, d = split_4(x)
+        ka, kb, kc, kd = keep_2_of_4(a, b, c, d)
+        keep = join_4(ka.to(tl.int8), kb.to(tl.int8), kc.to(tl.int8), kd.to(tl.int8))
     else:
         x = tl.reshape(x, (rows, io, ii // gi, jo, 2, 2, 2))
-        x = tl.permute(x, (0, 1, 2, 3, 5, 6, 4))
-        first, last = tl.split(x)
-        a, b, c, d = _split_2(first)
-        e, f, g, h = _split_2(last)
-        ra, rb, rc, rd = _rank_4(a, b, c, d)
-        re, rf, rg, rh = _rank_4(e, f, g, h)
-        half = _join_2(
-            (ra + _above(a, e, f, g, h) < 4).to(tl.int8),
-            (rb + _above(b, e, f, g, h) < 4).to(tl.int8),
-            (rc + _above(c, e, f, g, h) < 4).to(tl.int8),
-            (rd + _above(d, e, f, g, h) < 4).to(tl.int8),
-        )
-        other = _join_2(
-            (re + _at_or_above(e, a, b, c, d) < 4).to(tl.int8),
-            (rf + _at_or_above(f, a, b, c, d) < 4).to(tl.int8),
-            (rg + _at_or_above(g, a, b, c, d) < 4).to(tl.int8),
-            (rh + _at_or_above(h, a, b, c, d) < 4).to(tl.int8),
-        )
-        keep = tl.permute(tl.join(half, other), (0, 1, 2, 3, 6, 4, 5))
+        first, last = tl.split(tl.permute(x, (0, 1, 2, 3, 5, 6, 4)))
+        a, b, c, d = split_4(first)
+        e, f, g, h = split_4(last)
+        ka, kb, kc, kd, ke, kf, kg, kh = keep_4_of_8(a, b, c, d, e, f, g, h)
+        first = join_4(ka.to(tl.int8), kb.to(tl.int8), kc.to(tl.int8), kd.to(tl.int8))
+        last = join_4(ke.to(tl.int8), kf.to(tl.int8), kg.to(tl.int8), kh.to(tl.int8))
+        keep = tl.permute(tl.join(first, last), (0, 1, 2, 3, 6, 4, 5))
     keep = tl.reshape(keep, (rows, io, ii // gi, jo, gi, ji, 2))
     keep = tl.permute(keep, (0, 1, 2, 4, 3, 5, 6))
     return tl.reshape(keep, (rows, io, ii, jo, ji, 2)) != 0
@@ -287,6 +201,7 @@ def _add_tile(
     GROUP: tl.constexpr,
     ORDERED: tl.constexpr,
     TOKENS: tl.constexpr,
+    LAZY: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Add one tile of keys. MASKED: some rows may not read some of them."""
@@ -321,7 +236,8 @@ def _add_tile(
         seen = (token[None, :] < limits[:, None]) & (token >= 0)[None, :]
         s = tl.where(seen, s, float("-inf"))
     if GROUP > 0:
-        keep = tl.reshape(keep_largest(in_blocks(s), GROUP), s.shape)
+        # NaN loses comparisons, and must not be dropped for that.
+        keep = tl.reshape(keep_largest(in_blocks(s), GROUP), s.shape) | (s != s)
         if MASKED:
             position = key_start + token
             distance = positions[:, None] - position[None, :]
@@ -355,7 +271,13 @@ def _add_tile(
         values = tl.load(v_rows + feature)
     else:
         values = tl.load(v_rows + feature, mask=feature < V_WIDTH, other=0.0)
-    acc = dot(carrier, values, acc * shrink[:, None])
+    if LAZY:
+        # An integer reference rarely moves: for most tiles there is nothing to rescale.
+        if tl.max((new_reference != reference).to(tl.int32), 0) > 0:
+            acc = acc * shrink[:, None]
+    else:
+        acc = acc * shrink[:, None]
+    acc = dot(carrier, values, acc)
     return acc, total, new_reference
 
 
@@ -399,6 +321,7 @@ def _prefill_kernel(
     HAS_QUERY_STARTS: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
+    LAZY: tl.constexpr,
 ):
     """One program: ROWS queries of one head of one sequence."""
     program = tl.program_id(0)
@@ -485,21 +408,21 @@ def _prefill_kernel(
                 acc, total, reference, q_low, q_high, k_head, v_head, tile * TOKENS - shift,
                 stride_kt, stride_vt, keys, limits, positions, key_start, scale, inverse,
                 inverse_block, sink_tokens, recent_tokens, LOW, HIGH, WIDTH, V_WIDTH, V_PADDED,
-                P_FORMAT, GROUP, ordered, TOKENS, True,
+                P_FORMAT, GROUP, ordered, TOKENS, LAZY, True,
             )  # fmt: skip
         for tile in range(lead, whole_tiles):
             acc, total, reference = _add_tile(
                 acc, total, reference, q_low, q_high, k_head, v_head, tile * TOKENS - shift,
                 stride_kt, stride_vt, keys, limits, positions, key_start, scale, inverse,
                 inverse_block, sink_tokens, recent_tokens, LOW, HIGH, WIDTH, V_WIDTH, V_PADDED,
-                P_FORMAT, GROUP, ordered, TOKENS, False,
+                P_FORMAT, GROUP, ordered, TOKENS, LAZY, False,
             )  # fmt: skip
         for tile in range(whole_tiles, tiles):
             acc, total, reference = _add_tile(
                 acc, total, reference, q_low, q_high, k_head, v_head, tile * TOKENS - shift,
                 stride_kt, stride_vt, keys, limits, positions, key_start, scale, inverse,
                 inverse_block, sink_tokens, recent_tokens, LOW, HIGH, WIDTH, V_WIDTH, V_PADDED,
-                P_FORMAT, GROUP, ordered, TOKENS, True,
+                P_FORMAT, GROUP, ordered, TOKENS, LAZY, True,
             )  # fmt: skip
         if P_FORMAT == FORMAT_NVFP4:
             total = tl.sum(tl.sum(total, 2), 1)
@@ -523,28 +446,22 @@ def _prefill_kernel(
         )
 
 
-SPARSITIES = ((2, 4), (4, 8))
-"""N:M patterns that the kernels rank."""
-
-
 class PrefillConfig(NamedTuple):
-    """How the kernel is tiled."""
+    """How the kernel is tiled.
+
+    Attributes:
+        rows: Queries of a program.
+        tokens: Keys of a tile.
+        num_warps: Warps of a program.
+        num_stages: Stages of the software pipeline.
+        lazy: Rescale the output only where some row's reference point moved.
+    """
 
     rows: int
     tokens: int
     num_warps: int
     num_stages: int
-
-
-_SHARED_BYTES = {(8, 0): 163 << 10, (8, 6): 99 << 10, (8, 7): 163 << 10, (8, 9): 99 << 10}
-_SHARED_BYTES |= {(9, 0): 227 << 10, (10, 0): 227 << 10, (10, 3): 227 << 10}
-_SMALLEST_SHARED_BYTES = 99 << 10
-"""Shared memory of a program by compute capability; what a newer or unknown GPU has at least."""
-
-
-def shared_bytes(capability: tuple[int, int]) -> int:
-    """Shared memory that one program may use on a GPU, in bytes (CUDA C++ programming guide)."""
-    return _SHARED_BYTES.get(capability, _SMALLEST_SHARED_BYTES)
+    lazy: bool = False
 
 
 def prefill_configs(
@@ -647,8 +564,8 @@ def _check(
             refuse(f"{name}_format", repr(fmt), f"one of {', '.join(FORMAT_CODES)}")
     if not (math.isfinite(scale) and scale > 0):
         refuse("scale", scale, "a finite number above 0")
-    if sparsity is not None and (sparsity.n, sparsity.m) not in SPARSITIES:
-        allowed = " or ".join(f"{n}:{m}" for n, m in SPARSITIES)
+    if sparsity is not None and (sparsity.n, sparsity.m) not in RANKED_PATTERNS:
+        allowed = " or ".join(f"{n}:{m}" for n, m in RANKED_PATTERNS)
         refuse("sparsity", f"{sparsity.n}:{sparsity.m}", allowed)
     if qk_segments is not None and sum(qk_segments) != q.shape[-1]:
         refuse("sum of qk_segments", sum(qk_segments), f"the width of q, {q.shape[-1]}")
@@ -779,6 +696,7 @@ def prefill_attention(
         HAS_QUERY_STARTS=query_starts is not None,
         ROWS=config.rows,
         TOKENS=config.tokens,
+        LAZY=config.lazy,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

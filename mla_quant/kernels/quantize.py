@@ -25,7 +25,7 @@ from mla_quant.kernels.numerics import (
 )
 
 _BLOCKS_PER_PROGRAM = 256
-_TOKEN_COLUMNS = 256
+_TOKEN_COLUMNS = 128
 
 
 @triton.jit
@@ -33,10 +33,10 @@ def _carrier(x, amax, FORMAT: tl.constexpr, AXIS: tl.constexpr, ORDINARY: tl.con
     """Carrier of fp32 `x` with blocks as axis `AXIS`; `amax` broadcasts against `x`."""
     g = global_scale(amax, FORMAT)
     if FORMAT == FORMAT_FP8:
-        value = quantize_fp8(x, g, ORDINARY)
+        value = quantize_fp8(x, g, ORDINARY) * validity(amax)
     else:
-        value = quantize_nvfp4(x, g, AXIS, ORDINARY)
-    return value * validity(amax)
+        value = quantize_nvfp4(x, g, AXIS, ORDINARY, validity(amax))
+    return value
 
 
 @triton.jit

@@ -9,6 +9,7 @@ error ends it. Must not run under TRITON_INTERPRET.
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -20,7 +21,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from mla_quant.kernels import prefill
+from mla_quant.kernels import decode, operand_cache, prefill
+from mla_quant.kernels.devices import shared_bytes
 from mla_quant.kernels.merge import merge_attention
 from mla_quant.reference import Sparsity
 
@@ -76,6 +78,8 @@ def compile_launch(
             attributes[(i,)] = [["tt.divisibility", 16]]
         elif isinstance(value, float):
             signature[parameter.name] = "fp32"
+        elif parameter.do_not_specialize:
+            signature[parameter.name] = "i32"
         elif value == 1:
             signature[parameter.name] = "constexpr"
             constants[(i,)] = 1
@@ -99,19 +103,87 @@ def prefill_calls(capability: tuple[int, int]) -> Iterator[Callable[[], object]]
         )
 
     formats = ["q_format", "k_format", "p_format", "v_format"]
-    for config in prefill.prefill_configs(capability, 192, 128):
-        for fmt in ("none", "fp8", "nvfp4"):
-            kwargs = dict.fromkeys(formats, fmt)
-            yield lambda c=config, k=kwargs: call(192, 128, torch.bfloat16, c, **k)
     nvfp4 = dict.fromkeys(formats, "nvfp4")
-    first = prefill.prefill_configs(capability, 192, 128)[0]
-    for sparsity in (Sparsity(2, 4), Sparsity(4, 8)):
-        yield lambda s=sparsity: call(192, 128, torch.bfloat16, first, sparsity=s, **nvfp4)
+    first, *others = prefill.prefill_configs(capability, 192, 128)
+    for fmt in ("none", "fp8", "nvfp4"):
+        kwargs = dict.fromkeys(formats, fmt)
+        yield lambda k=kwargs: call(192, 128, torch.bfloat16, first, **k)
+    for config in others:
+        yield lambda c=config: call(192, 128, torch.bfloat16, c, **nvfp4)
+    # For one GPU each, to save time.
+    sparsity = {90: Sparsity(2, 4), 89: Sparsity(4, 8)}.get(10 * capability[0] + capability[1])
+    if sparsity is not None:
+        yield lambda: call(192, 128, torch.bfloat16, first, sparsity=sparsity, **nvfp4)
     for width, v_width in ((192, 256), (96, 64)):
         config = prefill.prefill_configs(capability, width, v_width)[0]
         yield lambda w=width, v=v_width, c=config: call(w, v, torch.float16, c, **nvfp4)
     config = prefill.prefill_configs(capability, 192, 128, 4)[0]
     yield lambda: call(192, 128, torch.float32, config)
+
+
+def decode_calls(capability: tuple[int, int]) -> Iterator[Callable[[], object]]:
+    number = 10 * capability[0] + capability[1]
+    latent, rope, page = 512, 64, 64
+    lengths = torch.tensor([100], dtype=torch.int32)
+    table = torch.zeros(1, 2, dtype=torch.int32)
+    amax = torch.ones(6)
+
+    def call(
+        formats: decode.OperandFormats,
+        layout: operand_cache.OperandLayout | None = None,
+        heads: int = 16,
+        dtype: torch.dtype = torch.bfloat16,
+        **kwargs: Any,
+    ) -> None:
+        cache = torch.zeros(2, page, latent + rope, dtype=dtype)
+        records = None
+        if layout is not None:
+            records = operand_cache.allocate(2, page, layout, "cpu")
+            operand_cache.write_operands(cache, records, layout, table, lengths, amax)
+        original = decode._device_properties
+        decode._device_properties = lambda device: (number, 8)  # type: ignore[assignment]
+        try:
+            decode.decode_attention(
+                torch.zeros(1, heads, latent + rope, dtype=dtype),
+                cache,
+                table,
+                lengths,
+                amax,
+                latent_width=latent,
+                scale=0.1,
+                formats=formats,
+                records=records,
+                layout=layout,
+                **kwargs,
+            )
+        finally:
+            decode._device_properties = original
+
+    none, fp8, nvfp4 = (decode.OperandFormats(*[fmt] * 4) for fmt in ("none", "fp8", "nvfp4"))
+    stored_fp8 = operand_cache.OperandLayout(latent, rope, "fp8", "fp8")
+    stored = operand_cache.OperandLayout(latent, rope)
+    cases = [("raw", none, None), ("stored", nvfp4, stored)]
+    cases += [("stored", fp8, stored_fp8), ("read", nvfp4, None)]
+    # Records of V alone beside raw K: the largest tiles of all.
+    v_fp8 = decode.OperandFormats("fp8", "none", "fp8", "fp8")
+    cases.append(("partial", v_fp8, operand_cache.OperandLayout(latent, rope, "none", "fp8")))
+    # The kernel that combines ranges takes another shape for each of these but 1.
+    splits = itertools.cycle((1, 2, 7, 33, 128))
+    for source, formats, layout in cases:
+        for configuration in decode.configurations(number, source):
+            # As many heads as choose this configuration.
+            heads, num_splits = configuration.block_rows, next(splits)
+            yield lambda f=formats, a=layout, h=heads, n=num_splits: call(f, a, h, num_splits=n)
+    yield lambda: call(none, dtype=torch.float32, num_splits=1)
+    # For one GPU each, to save time: rope parts in another format, and N:M sparsity.
+    rope_format = {89: "fp8", 120: "none"}.get(number)
+    if rope_format is not None:
+        formats = decode.OperandFormats(q_rope=rope_format, k_rope=rope_format)
+        layout = operand_cache.OperandLayout(latent, rope, k_rope_format=rope_format)
+        yield lambda f=formats, a=layout: call(f, a, num_splits=1)
+    if number == 80:
+        for sparsity in (Sparsity(2, 4), Sparsity(4, 8)):
+            yield lambda s=sparsity: call(nvfp4, stored, num_splits=1, sparsity=s)
 
 
 def other_calls() -> Iterator[Callable[[], object]]:
@@ -132,7 +204,7 @@ def main() -> None:
     number = int(sys.argv[1])
     capability = divmod(number, 10)
     seen = set()
-    for call in [*prefill_calls(capability), *other_calls()]:
+    for call in [*prefill_calls(capability), *decode_calls(capability), *other_calls()]:
         for kernel, arguments, options in capture(call):
             shown = {
                 k: (str(v.dtype) if isinstance(v, torch.Tensor) else v)
@@ -149,9 +221,9 @@ def main() -> None:
                 "constants": constants,
                 "options": options,
                 "shared_bytes": compiled.metadata.shared,
-                "limit_bytes": prefill.shared_bytes(capability),
+                "limit_bytes": shared_bytes(capability),
             }
-            print(json.dumps(result), flush=True)
+            print(json.dumps(result, default=str), flush=True)
 
 
 if __name__ == "__main__":

@@ -54,6 +54,89 @@ def test_opcheck(device) -> None:
     )
 
 
+class Step:
+    """A decode step over a paged cache with a side cache; 32 + 16 features."""
+
+    def __init__(self, device: torch.device, lengths: list[int], seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator).bfloat16().to(device)
+
+        self.q, self.cache = normal(2, 4, 48), normal(20, 8, 48)
+        self.block_table = torch.randperm(20, generator=generator).int().view(2, 10).to(device)
+        self.seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+        self.amax = torch.tensor([4.0, 4.0, 4.0, 4.0, 4.0, 1.0], device=device)
+        self.layout = kernels.OperandLayout(32, 16, "nvfp4", "nvfp4")
+        self.records = kernels.allocate(20, 8, self.layout, device)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.q, self.cache, self.block_table, self.seq_lens, self.amax, self.records
+
+    def run(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        q, cache, block_table, seq_lens, amax, records = tensors or self.tensors
+        kernels.write_operands(
+            cache, records, self.layout, block_table, seq_lens, amax, max_new_tokens=80,
+            cu_seqlens_new=torch.nn.functional.pad(seq_lens.cumsum(0), (1, 0)).int(),
+        )  # fmt: skip
+        return kernels.decode_attention(
+            q, cache, block_table, seq_lens, amax, latent_width=32, scale=0.2,
+            formats=kernels.OperandFormats(), records=records, layout=self.layout, num_splits=3,
+        )  # fmt: skip
+
+
+def test_opcheck_decode(device) -> None:
+    step = Step(device, [70, 13])
+    formats, stored = ops.pack_formats(kernels.OperandFormats()), ops.pack_layout(step.layout)
+    assert ops.unpack_layout(32, 16, stored) == step.layout
+    assert ops.unpack_formats(formats) == kernels.OperandFormats()
+    torch.library.opcheck(
+        ops.write_operands,
+        (step.cache, step.records, step.block_table, step.seq_lens, step.amax, None, 1, 32, stored),
+        test_utils=CHECKS,
+    )
+    for records in (None, step.records):
+        torch.library.opcheck(
+            ops.decode_attention,
+            (step.q, step.cache, step.block_table, step.seq_lens, step.amax, None, records, 1, 32,
+             0.2, formats, stored, [], 2, torch.float32),
+            test_utils=CHECKS,
+        )  # fmt: skip
+
+
+def test_compile_decode_fullgraph(device) -> None:
+    step = Step(device, [70, 13])
+    compiled = torch.compile(step.run, fullgraph=True, backend="aot_eager")
+    want = step.run()
+    step.records.zero_()
+    for got, expected in zip(compiled(*step.tensors), want, strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_decode_cuda_graph_replay(device) -> None:
+    """Captured once, replayed with longer and shorter contexts, an empty one among them."""
+    if device.type != "cuda":
+        pytest.skip("CUDA graphs need a CUDA device")
+    step = Step(device, [40, 40])
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step.run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step.run()
+    for seed, lengths in enumerate(([40, 40], [80, 1], [0, 33])):
+        fresh = Step(device, lengths, seed)
+        for buffer, new in zip(step.tensors, fresh.tensors, strict=True):
+            buffer.copy_(new)
+        for x in captured:
+            x.fill_(float("nan"))
+        graph.replay()
+        for got, want in zip(captured, fresh.run(), strict=True):
+            assert torch.equal(got, want)
+
+
 def test_compile_fullgraph(device) -> None:
     inputs = prefill_inputs(device, [20, 13])
 

@@ -187,6 +187,17 @@ def test_sparsity_resolves_ties_to_the_lower_index(device) -> None:
     torch.testing.assert_close(lse.cpu(), torch.full((1, 64), math.log(32.0)))
 
 
+@pytest.mark.parametrize("m", [4, 8])
+def test_sparsity_does_not_hide_nan(m, device) -> None:
+    """A NaN key reaches every query that may read it, wherever it stands in its group."""
+    for place in range(16, 16 + m):
+        case = Case([(64, 64)], heads=1, seed=0)
+        case.k[place, 0, 0] = math.nan
+        out, _ = case.run(device, ("none",) * 4, sparsity=Sparsity(m // 2, m, 0, 0))
+        assert out[place:].isnan().all()
+        assert not out[:place].isnan().any()
+
+
 def test_sparsity_ranks_valid_keys_only(device) -> None:
     """A group cut by the causal edge keeps its valid keys though later ones score higher."""
     case = Case([(8, 8)], heads=1, width=(16, 0), v_width=16, seed=0)
