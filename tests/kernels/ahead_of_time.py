@@ -3,8 +3,9 @@
     python -m tests.kernels.ahead_of_time 90        # compute capability 9.0
 
 The host functions run on the CPU with their launches caught, so what is compiled is what they
-would launch: every tiling for that GPU, every format. Prints one JSON object a kernel; a compiler
-error ends it. Must not run under TRITON_INTERPRET.
+would launch. Every target gets every kernel with the tilings that its GPU would use; what costs
+long to compile (other formats, sparsity, fp32, odd widths) is spread over the targets. Prints one
+JSON object a kernel; a compiler error ends it. Must not run under TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -104,21 +105,24 @@ def prefill_calls(capability: tuple[int, int]) -> Iterator[Callable[[], object]]
 
     formats = ["q_format", "k_format", "p_format", "v_format"]
     nvfp4 = dict.fromkeys(formats, "nvfp4")
+    number = 10 * capability[0] + capability[1]
     first, *others = prefill.prefill_configs(capability, 192, 128)
-    for fmt in ("none", "fp8", "nvfp4"):
+    yield lambda: call(192, 128, torch.bfloat16, first, **nvfp4)
+    for fmt in ("none", "fp8") if number in (80, 90) else ():
         kwargs = dict.fromkeys(formats, fmt)
         yield lambda k=kwargs: call(192, 128, torch.bfloat16, first, **k)
-    for config in others:
+    for config in others if number in (80, 90) else ():
         yield lambda c=config: call(192, 128, torch.bfloat16, c, **nvfp4)
-    # For one GPU each, to save time.
-    sparsity = {90: Sparsity(2, 4), 89: Sparsity(4, 8)}.get(10 * capability[0] + capability[1])
+    sparsity = {90: Sparsity(2, 4), 89: Sparsity(4, 8)}.get(number)
     if sparsity is not None:
         yield lambda: call(192, 128, torch.bfloat16, first, sparsity=sparsity, **nvfp4)
-    for width, v_width in ((192, 256), (96, 64)):
-        config = prefill.prefill_configs(capability, width, v_width)[0]
-        yield lambda w=width, v=v_width, c=config: call(w, v, torch.float16, c, **nvfp4)
-    config = prefill.prefill_configs(capability, 192, 128, 4)[0]
-    yield lambda: call(192, 128, torch.float32, config)
+    widths = {90: (192, 256), 120: (192, 256), 100: (96, 64)}.get(number)
+    if widths is not None:
+        config = prefill.prefill_configs(capability, *widths)[0]
+        yield lambda: call(*widths, torch.float16, config, **nvfp4)
+    if number == 80:
+        config = prefill.prefill_configs(capability, 192, 128, 4)[0]
+        yield lambda: call(192, 128, torch.float32, config)
 
 
 def decode_calls(capability: tuple[int, int]) -> Iterator[Callable[[], object]]:
@@ -162,11 +166,13 @@ def decode_calls(capability: tuple[int, int]) -> Iterator[Callable[[], object]]:
     none, fp8, nvfp4 = (decode.OperandFormats(*[fmt] * 4) for fmt in ("none", "fp8", "nvfp4"))
     stored_fp8 = operand_cache.OperandLayout(latent, rope, "fp8", "fp8")
     stored = operand_cache.OperandLayout(latent, rope)
-    cases = [("raw", none, None), ("stored", nvfp4, stored)]
-    cases += [("stored", fp8, stored_fp8), ("read", nvfp4, None)]
-    # Records of V alone beside raw K: the largest tiles of all.
-    v_fp8 = decode.OperandFormats("fp8", "none", "fp8", "fp8")
-    cases.append(("partial", v_fp8, operand_cache.OperandLayout(latent, rope, "none", "fp8")))
+    cases = [("raw", none, None), ("stored", nvfp4, stored), ("read", nvfp4, None)]
+    if number == 89:
+        cases.append(("stored", fp8, stored_fp8))
+    if number in (80, 120):
+        # Records of V alone beside raw K: the largest tiles of all.
+        v_fp8 = decode.OperandFormats("fp8", "none", "fp8", "fp8")
+        cases.append(("partial", v_fp8, operand_cache.OperandLayout(latent, rope, "none", "fp8")))
     # The kernel that combines ranges takes another shape for each of these but 1.
     splits = itertools.cycle((1, 2, 7, 33, 128))
     for source, formats, layout in cases:
@@ -174,16 +180,16 @@ def decode_calls(capability: tuple[int, int]) -> Iterator[Callable[[], object]]:
             # As many heads as choose this configuration.
             heads, num_splits = configuration.block_rows, next(splits)
             yield lambda f=formats, a=layout, h=heads, n=num_splits: call(f, a, h, num_splits=n)
-    yield lambda: call(none, dtype=torch.float32, num_splits=1)
-    # For one GPU each, to save time: rope parts in another format, and N:M sparsity.
+    if number == 120:
+        yield lambda: call(none, dtype=torch.float32, num_splits=1)
     rope_format = {89: "fp8", 120: "none"}.get(number)
     if rope_format is not None:
         formats = decode.OperandFormats(q_rope=rope_format, k_rope=rope_format)
         layout = operand_cache.OperandLayout(latent, rope, k_rope_format=rope_format)
         yield lambda f=formats, a=layout: call(f, a, num_splits=1)
-    if number == 80:
-        for sparsity in (Sparsity(2, 4), Sparsity(4, 8)):
-            yield lambda s=sparsity: call(nvfp4, stored, num_splits=1, sparsity=s)
+    sparsity = {80: Sparsity(2, 4), 100: Sparsity(4, 8)}.get(number)
+    if sparsity is not None:
+        yield lambda: call(nvfp4, stored, num_splits=1, sparsity=sparsity)
 
 
 def other_calls() -> Iterator[Callable[[], object]]:
