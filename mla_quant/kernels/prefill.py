@@ -24,6 +24,7 @@ from torch import Tensor
 from mla_quant.errors import ConfigError
 from mla_quant.kernels.devices import shared_bytes
 from mla_quant.kernels.numerics import (
+    BLOCK,
     E2M1_MAX,
     E4M3_MAX,
     FORMAT_CODES,
@@ -54,7 +55,7 @@ def tile_order(TOKENS: tl.constexpr):
     """int32 [TOKENS]: the token of a tile that each column of scores stands for."""
     ii: tl.constexpr = 8 if TOKENS >= 64 else TOKENS // 8
     io: tl.constexpr = TOKENS // 8 // ii
-    jo: tl.constexpr = TOKENS // 16 // io
+    jo: tl.constexpr = TOKENS // BLOCK // io
     ji: tl.constexpr = 4 // jo
     column = tl.arange(0, TOKENS)
     e = column % 2
@@ -62,7 +63,7 @@ def tile_order(TOKENS: tl.constexpr):
     outer_j = column // (2 * ji) % jo
     inner_i = column // 8 % ii
     outer_i = column // (8 * ii)
-    return (outer_i * jo + outer_j) * 16 + (inner_i * ji + inner_j) * 2 + e
+    return (outer_i * jo + outer_j) * BLOCK + (inner_i * ji + inner_j) * 2 + e
 
 
 @triton.jit
@@ -72,7 +73,7 @@ def in_blocks(x):
     tokens: tl.constexpr = x.shape[1]
     ii: tl.constexpr = 8 if tokens >= 64 else tokens // 8
     io: tl.constexpr = tokens // 8 // ii
-    jo: tl.constexpr = tokens // 16 // io
+    jo: tl.constexpr = tokens // BLOCK // io
     ji: tl.constexpr = 4 // jo
     return tl.reshape(x, (rows, io, ii, jo, ji, 2))
 
