@@ -85,7 +85,8 @@ def row(
 ) -> dict[str, Any]:
     """One measurement with what it achieved.
 
-    `configuration`: a tiling, None for a peer; `default`: whether it is the one in use.
+    `configuration`: a tiling, empty for the one that is chosen, None for a peer; `default`: whether
+    it is the one in use.
     """
     result: dict[str, Any] = {"kind": kind, "shape": list(shape), "name": name, "us": us}
     if configuration is not None:
@@ -105,8 +106,7 @@ def prefill(sweep: bool = False) -> Rows:
     from mla_quant.kernels.prefill import prefill_attention, prefill_configs
     from mla_quant.reference import Sparsity
 
-    default = prefill_configs(torch.cuda.get_device_capability(), 192, 128)[0]
-
+    configs = prefill_configs(torch.cuda.get_device_capability(), 192, 128)
     flash = try_import("vllm.vllm_flash_attn.flash_attn_varlen_func")
     for shape in PREFILL_SHAPES:
         batch, length, heads = shape
@@ -143,10 +143,9 @@ def prefill(sweep: bool = False) -> Rows:
         ):
             out, _ = ours(fmt, sparsity)
             assert out.isfinite().all()
-            others = [default._replace(lazy=not default.lazy)] if sweep else []
-            for config in (default, *others):
+            for config in configs if sweep else configs[:1]:
                 us = median_us(lambda f=fmt, s=sparsity, c=config, call=ours: call(f, s, c))
-                yield row("prefill", shape, name, us, config, config == default, flops=flops)
+                yield row("prefill", shape, name, us, config, config == configs[0], flops=flops)
         if flash is not None:
 
             def fa3(q=q, k=k, v=v, cu=cu, n=length, s=scale):
@@ -285,19 +284,21 @@ SWEEP = {
 
 
 def decode_candidates(heads: int, kind: str, sweep: bool) -> list[Any]:
-    """The default tiling of this GPU, then others."""
+    """None, which is what users get, then tilings of the portable kernel."""
     import torch
 
     from mla_quant.kernels import decode
 
+    if not sweep:
+        return [None]
     fmt, stored = DECODE_KINDS[kind]
     formats = decode.OperandFormats(fmt, fmt, fmt, fmt)
     major, minor = torch.cuda.get_device_capability()
     source = decode.operand_source(formats, stored, stored)
-    default = decode.choose_configuration(heads, 10 * major + minor, source)
-    others = [decode.Configuration(*c) for c in SWEEP[source] if sweep and fmt != "fp8"]
+    portable = decode.choose_configuration(heads, 10 * major + minor, source)
+    others = [decode.Configuration(*c) for c in SWEEP[source] if fmt != "fp8"]
     rows = (16,) if heads <= 16 else (32, 64)
-    return [default] + [c for c in others if c.block_rows in rows and c != default]
+    return [None, portable, *(c for c in others if c.block_rows in rows and c != portable)]
 
 
 def decode_call(paged: Any, kind: str, configuration: Any) -> Callable[[], Any]:
@@ -322,7 +323,7 @@ def _compile(job: tuple[int, str, Any]) -> str:
     """Compile one decode kernel, in a process of its own."""
     heads, kind, configuration = job
     try:
-        decode_call(Paged(2, heads, 512), kind, configuration)()
+        decode_call(Paged(2, heads, 1024), kind, configuration)()
     except Exception as error:
         return f"{heads} heads, {kind}, {configuration}: {error!r}"
     return ""
@@ -365,8 +366,9 @@ def decode(sweep: bool = False) -> Rows:
                 assert out.isfinite().all(), (shape, kind, candidate)
                 outputs.setdefault(kind, out)
                 yield row(
-                    "decode", shape, kind, graph_us(call), dataclasses.astuple(candidate),
-                    candidate == candidates[0], flops=flops, bytes=raw,
+                    "decode", shape, kind, graph_us(call),
+                    dataclasses.astuple(candidate) if candidate else (), candidate is None,
+                    flops=flops, bytes=raw,
                 )  # fmt: skip
         yield from decode_peers(paged, shape, outputs["unquantized"], flops, raw)
         if shape in ((1, 16, 8192), (128, 16, 8192)):

@@ -16,9 +16,11 @@ which costs nothing, and no result depends on it beyond the order of a sum.
 from __future__ import annotations
 
 import functools
+import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 import triton
@@ -131,7 +133,7 @@ def _split_pairs(
 
 
 @triton.jit
-def _power_of_two(exponent):
+def power_of_two(exponent):
     """2^exponent, exact, of integers <= 0 in fp32; 0 below the normal range and for -inf."""
     bounded = tl.maximum(exponent, -127.0)
     return ((bounded.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
@@ -144,18 +146,18 @@ def _divide_by_scale(x, scale):
     A rounded reciprocal and one correction step by the exact remainder give the correctly rounded
     quotient for every fp32 significand over every E4M3 significand (checked exhaustively).
     """
-    reciprocal = tl.where(scale > 0, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale), 0.0)
+    reciprocal = tl.where(scale > 0, tl.div_rn(1.0, scale), 0.0)
     if INTERPRETED:
         # The interpreter's fma rounds the product.
         divisor = tl.where(scale > 0, scale, float("inf"))
-        return tl.div_rn(x, tl.zeros_like(x) + divisor)
+        return tl.div_rn(x, divisor)
     else:
         quotient = x * reciprocal
-        return tl.fma(tl.fma(-quotient, tl.zeros_like(x) + scale, x), reciprocal, quotient)
+        return tl.fma(tl.fma(-quotient, scale, x), reciprocal, quotient)
 
 
 @triton.jit
-def _quantize_p(
+def quantize_p(
     p,
     block_max,
     amax,
@@ -182,7 +184,7 @@ def _quantize_p(
     if FORMAT == FORMAT_FP8:
         return round_e4m3_magnitude(tl.minimum(scaled, E4M3_MAX, propagate_nan=tl.PropagateNan.ALL))
     else:
-        scale = block_max * tl.div_rn(inverse, tl.full(inverse.shape, E2M1_MAX, tl.float32))
+        scale = block_max * tl.div_rn(inverse, E2M1_MAX)
         scale = round_e4m3_magnitude(tl.minimum(scale, E4M3_MAX))
         PAIR: tl.constexpr = BLOCK // INNER
         OUTER: tl.constexpr = TOKENS // BLOCK // ACROSS
@@ -197,14 +199,14 @@ def p_inverse_scale(amax, FORMAT: tl.constexpr):
     """fp32(quant_max / amax), what probabilities are multiplied by."""
     QUANT_MAX: tl.constexpr = FP8_QUANT_MAX if FORMAT == FORMAT_FP8 else NVFP4_QUANT_MAX
     floored = tl.maximum(amax, QUANT_MAX * _SMALLEST_NORMAL_FP32)
-    return tl.div_rn(tl.full(amax.shape, QUANT_MAX, tl.float32), floored)
+    return tl.div_rn(QUANT_MAX, floored)
 
 
 # --- N:M sparsity
 
 
 @triton.jit
-def _keep_largest(
+def keep_largest(
     score,
     M: tl.constexpr,
     ROWS: tl.constexpr,
@@ -502,7 +504,7 @@ def _tile(
         visible = positions[None, :] < tl.minimum(limit, present_end)[:, None]
         score = tl.where(visible, score, float("-inf"))
     if M > 0:
-        keep = _keep_largest(score, M, ROWS, TOKENS, INNER, ACROSS)
+        keep = keep_largest(score, M, ROWS, TOKENS, INNER, ACROSS)
         near = query_position[:, None] - positions[None, :] < recent
         # NaN loses comparisons, and must not be dropped for that.
         keep = keep | near | (positions < sink)[None, :] | (score != score)
@@ -514,12 +516,12 @@ def _tile(
     tile_top = tl.max(tl.reshape(block_top, [ROWS, TOKENS // BLOCK]), 1)
     new_top = tl.maximum(top, tl.ceil(tile_top))
     reference = tl.where(new_top == float("-inf"), 0.0, new_top)
-    shrink = _power_of_two(top - reference)
+    shrink = power_of_two(top - reference)
     p = tl.exp2(score - reference[:, None])
     total = total * shrink + tl.sum(p, 1)
     if P_FORMAT != FORMAT_NONE:
         block_max = tl.exp2(block_top - tl.reshape(reference, [ROWS, 1, 1, 1, 1]))
-        p = _quantize_p(p, block_max, p_amax, P_FORMAT, ROWS, TOKENS, INNER, ACROSS)
+        p = quantize_p(p, block_max, p_amax, P_FORMAT, ROWS, TOKENS, INNER, ACROSS)
     p = round_to_dtype(p, PV_DTYPE)
 
     # V.
@@ -610,10 +612,54 @@ def _tile(
     return acc_lower, acc_upper, new_top, total
 
 
+@triton.jit
+def score_factors(
+    amax,
+    scale_log2,
+    Q_FORMAT: tl.constexpr,
+    Q_ROPE_FORMAT: tl.constexpr,
+    K_FORMAT: tl.constexpr,
+    K_ROPE_FORMAT: tl.constexpr,
+    K_STORED: tl.constexpr,
+    K_ROPE_STORED: tl.constexpr,
+):
+    """What products of Q's and K's elements are multiplied by, latent and rope part, fp32."""
+    latent = scale_log2 * (
+        global_scale(tl.load(amax + 0), Q_FORMAT) * global_scale(tl.load(amax + 2), K_FORMAT)
+    )
+    rope = scale_log2 * (
+        global_scale(tl.load(amax + 1), Q_ROPE_FORMAT)
+        * global_scale(tl.load(amax + 3), K_ROPE_FORMAT)
+    )
+    if Q_FORMAT != FORMAT_NONE:
+        latent *= validity(tl.load(amax + 0))
+    if Q_ROPE_FORMAT != FORMAT_NONE:
+        rope *= validity(tl.load(amax + 1))
+    if K_FORMAT != FORMAT_NONE:
+        latent *= validity(tl.load(amax + 2))
+    if K_ROPE_FORMAT != FORMAT_NONE:
+        rope *= validity(tl.load(amax + 3))
+    if K_STORED and K_FORMAT == FORMAT_NVFP4:
+        latent *= 1.0 / STORED_UNIT
+    if K_ROPE_STORED and K_ROPE_FORMAT == FORMAT_NVFP4:
+        rope *= 1.0 / STORED_UNIT
+    return latent, rope
+
+
 # --- kernels
 
 
-@triton.jit(do_not_specialize=["row_blocks", "num_splits", "partial_rows", "sink", "recent"])
+@triton.jit(
+    do_not_specialize=[
+        "row_blocks",
+        "num_splits",
+        "first_partial",
+        "partial_rows",
+        "sink",
+        "recent",
+        "table_stride",
+    ]
+)
 def _split(
     q,
     rope_q,
@@ -631,6 +677,7 @@ def _split(
     scale_log2,
     row_blocks,
     num_splits,
+    first_partial,
     partial_rows,
     sink,
     recent,
@@ -663,6 +710,7 @@ def _split(
     V_STORED: tl.constexpr,
     PV_DTYPE: tl.constexpr,
     DIRECT: tl.constexpr,
+    TAIL_ONLY: tl.constexpr,
     M: tl.constexpr,
     K_CODES: tl.constexpr,
     K_ROPE_CODES: tl.constexpr,
@@ -675,6 +723,7 @@ def _split(
 
     DIRECT: there is one range; write results. Otherwise write partial sums with their reference
     points, integers, so that combining them scales by exact powers of two.
+    TAIL_ONLY: only groups of V that records do not hold yet, as the range `first_partial`.
     """
     HALF: tl.constexpr = LATENT // 2
     QK_DTYPE: tl.constexpr = q.dtype.element_ty
@@ -727,20 +776,16 @@ def _split(
         k_rope_g = global_scale(tl.load(amax + 3), K_ROPE_FORMAT)
         v_g = global_scale(tl.load(amax + 4), V_FORMAT)
         p_amax = tl.load(amax + 5)
-        latent_factor = scale_log2 * (global_scale(tl.load(amax + 0), Q_FORMAT) * k_latent_g)
-        rope_factor = scale_log2 * (global_scale(tl.load(amax + 1), Q_ROPE_FORMAT) * k_rope_g)
-        if Q_FORMAT != FORMAT_NONE:
-            latent_factor *= validity(tl.load(amax + 0))
-        if Q_ROPE_FORMAT != FORMAT_NONE:
-            rope_factor *= validity(tl.load(amax + 1))
-        if K_FORMAT != FORMAT_NONE:
-            latent_factor *= validity(tl.load(amax + 2))
-        if K_ROPE_FORMAT != FORMAT_NONE:
-            rope_factor *= validity(tl.load(amax + 3))
-        if K_STORED and K_FORMAT == FORMAT_NVFP4:
-            latent_factor *= 1.0 / STORED_UNIT
-        if K_ROPE_STORED and K_ROPE_FORMAT == FORMAT_NVFP4:
-            rope_factor *= 1.0 / STORED_UNIT
+        latent_factor, rope_factor = score_factors(
+            amax,
+            scale_log2,
+            Q_FORMAT,
+            Q_ROPE_FORMAT,
+            K_FORMAT,
+            K_ROPE_FORMAT,
+            K_STORED,
+            K_ROPE_STORED,
+        )
 
         # Tiles of this range: without masks up to the first row's limit, with masks to the last's.
         # V groups that records do not hold yet, at most one, are a tile of their own.
@@ -790,78 +835,79 @@ def _split(
             sink,
             recent,
         )
-        for tile in tl.range(first_tile, full_tile):
-            acc_lower, acc_upper, top, total = _tile(
-                tile,
-                present_end,
-                acc_lower,
-                acc_upper,
-                top,
-                total,
-                *shared,
-                False,
-                ROWS,
-                TOKENS,
-                INNER,
-                ACROSS,
-                V_STORED,
-                QK_DTYPE,
-                ROPE_DTYPE,
-                PV_DTYPE,
-                K_STORED,
-                K_ROPE_STORED,
-                PAGE_SIZE,
-                LATENT,
-                ROPE,
-                ROPE_PADDED,
-                K_FORMAT,
-                K_ROPE_FORMAT,
-                P_FORMAT,
-                V_FORMAT,
-                M,
-                K_CODES,
-                K_ROPE_CODES,
-                K_SCALES,
-                K_ROPE_SCALES,
-                V_CODES,
-                V_SCALES,
-            )
-        for tile in tl.range(full_tile, edge_tile, num_stages=1):
-            acc_lower, acc_upper, top, total = _tile(
-                tile,
-                present_end,
-                acc_lower,
-                acc_upper,
-                top,
-                total,
-                *shared,
-                True,
-                ROWS,
-                TOKENS,
-                INNER,
-                ACROSS,
-                V_STORED,
-                QK_DTYPE,
-                ROPE_DTYPE,
-                PV_DTYPE,
-                K_STORED,
-                K_ROPE_STORED,
-                PAGE_SIZE,
-                LATENT,
-                ROPE,
-                ROPE_PADDED,
-                K_FORMAT,
-                K_ROPE_FORMAT,
-                P_FORMAT,
-                V_FORMAT,
-                M,
-                K_CODES,
-                K_ROPE_CODES,
-                K_SCALES,
-                K_ROPE_SCALES,
-                V_CODES,
-                V_SCALES,
-            )
+        if not TAIL_ONLY:
+            for tile in tl.range(first_tile, full_tile):
+                acc_lower, acc_upper, top, total = _tile(
+                    tile,
+                    present_end,
+                    acc_lower,
+                    acc_upper,
+                    top,
+                    total,
+                    *shared,
+                    False,
+                    ROWS,
+                    TOKENS,
+                    INNER,
+                    ACROSS,
+                    V_STORED,
+                    QK_DTYPE,
+                    ROPE_DTYPE,
+                    PV_DTYPE,
+                    K_STORED,
+                    K_ROPE_STORED,
+                    PAGE_SIZE,
+                    LATENT,
+                    ROPE,
+                    ROPE_PADDED,
+                    K_FORMAT,
+                    K_ROPE_FORMAT,
+                    P_FORMAT,
+                    V_FORMAT,
+                    M,
+                    K_CODES,
+                    K_ROPE_CODES,
+                    K_SCALES,
+                    K_ROPE_SCALES,
+                    V_CODES,
+                    V_SCALES,
+                )
+            for tile in tl.range(full_tile, edge_tile, num_stages=1):
+                acc_lower, acc_upper, top, total = _tile(
+                    tile,
+                    present_end,
+                    acc_lower,
+                    acc_upper,
+                    top,
+                    total,
+                    *shared,
+                    True,
+                    ROWS,
+                    TOKENS,
+                    INNER,
+                    ACROSS,
+                    V_STORED,
+                    QK_DTYPE,
+                    ROPE_DTYPE,
+                    PV_DTYPE,
+                    K_STORED,
+                    K_ROPE_STORED,
+                    PAGE_SIZE,
+                    LATENT,
+                    ROPE,
+                    ROPE_PADDED,
+                    K_FORMAT,
+                    K_ROPE_FORMAT,
+                    P_FORMAT,
+                    V_FORMAT,
+                    M,
+                    K_CODES,
+                    K_ROPE_CODES,
+                    K_SCALES,
+                    K_ROPE_SCALES,
+                    V_CODES,
+                    V_SCALES,
+                )
         if TAIL:
             tail_tile = present_end // TOKENS
             if (present_end < end) & (tail_tile >= first_tile) & (tail_tile < last_tile):
@@ -909,10 +955,14 @@ def _split(
             _store(results + HALF, acc_upper * per_row[:, None], inside)
             tl.store(lse + flat_row, _natural_lse(top, total), mask=inside)
         else:
-            partial_row = split.to(tl.int64) * partial_rows + flat_row
+            partial_row = (first_partial + split).to(tl.int64) * partial_rows + flat_row
             tl.store(partial_top + partial_row, top, mask=inside)
             tl.store(partial_total + partial_row, total, mask=inside)
-            if first_tile < last_tile:
+            # Sums of an empty range are neither written nor read.
+            stored = first_tile < last_tile
+            if TAIL_ONLY:
+                stored = stored & (present_end < end)
+            if stored:
                 sums = partial_out + (partial_row * LATENT)[:, None] + half[None, :]
                 tl.store(sums, acc_lower, mask=inside[:, None])
                 tl.store(sums + HALF, acc_upper, mask=inside[:, None])
@@ -926,7 +976,7 @@ def _output_factor(amax, P_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, V_STORE
     factor = global_scale(v_amax, V_FORMAT)
     if P_FORMAT != FORMAT_NONE:
         inverse = p_inverse_scale(p_amax, P_FORMAT)
-        factor *= tl.div_rn(tl.full(inverse.shape, 1.0, tl.float32), inverse)
+        factor *= tl.div_rn(1.0, inverse)
         factor *= validity(p_amax)
     if V_FORMAT != FORMAT_NONE:
         factor *= validity(v_amax)
@@ -976,7 +1026,7 @@ def _combine(
     tops = tl.where(totals == 0, float("-inf"), tops)
     top = tl.max(tops, 0)
     reference = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(totals * _power_of_two(tops - reference), 0)
+    total = tl.sum(totals * power_of_two(tops - reference), 0)
     acc = tl.zeros([FEATURES], tl.float32)
     for first in tl.range(0, num_splits, CHUNK):
         part = first + tl.arange(0, CHUNK)
@@ -989,7 +1039,7 @@ def _combine(
             mask=filled[:, None],
             other=0.0,
         )
-        acc += tl.sum(parts * _power_of_two(part_tops - reference)[:, None], 0)
+        acc += tl.sum(parts * power_of_two(part_tops - reference)[:, None], 0)
     factor = _output_factor(amax, P_FORMAT, V_FORMAT, V_STORED)
     result = acc * tl.where(total == 0, 0.0, factor / total)
     tl.store(out + row * LATENT + feature, round_to_dtype(result, out.dtype.element_ty))
@@ -1146,13 +1196,21 @@ _PROGRAM_COST = 3.0
 _SPLIT_COST = 0.25
 
 
-def choose_splits(programs: int, tiles: int, multiprocessors: int) -> int:
+def choose_splits(
+    programs: int,
+    tiles: int,
+    multiprocessors: int,
+    program_cost: float = _PROGRAM_COST,
+    split_cost: float = _SPLIT_COST,
+) -> int:
     """Into how many ranges to split the context, from shapes alone.
 
     Args:
         programs: Programs without splitting: sequences × row blocks.
         tiles: Tiles of the longest context possible.
         multiprocessors: Programs that run at a time.
+        program_cost: Of a program besides its tiles, in tiles.
+        split_cost: Of another range when ranges are combined, in tiles.
 
     Returns:
         The number that minimizes waves × work of a program, plus the cost of combining.
@@ -1160,11 +1218,31 @@ def choose_splits(programs: int, tiles: int, multiprocessors: int) -> int:
     best, best_cost = 1, math.inf
     for splits in range(1, min(_MAX_SPLITS, max(tiles, 1)) + 1):
         waves = math.ceil(programs * splits / multiprocessors)
-        cost = waves * (math.ceil(tiles / splits) + _PROGRAM_COST)
-        cost += _SPLIT_COST * splits if splits > 1 else 0.0
+        cost = waves * (math.ceil(tiles / splits) + program_cost)
+        cost += split_cost * splits if splits > 1 else 0.0
         if cost < best_cost:
             best, best_cost = splits, cost
     return best
+
+
+@dataclass(frozen=True)
+class ProgramShape:
+    """Work of one program of a kernel, and its costs in the sense of `choose_splits`."""
+
+    rows: int
+    tokens: int
+    program_cost: float = _PROGRAM_COST
+    split_cost: float = _SPLIT_COST
+
+    def splits(self, batch: int, rows: int, capacity: int, multiprocessors: int) -> int:
+        """Ranges for sequences of some query rows and at most `capacity` tokens."""
+        return choose_splits(
+            batch * triton.cdiv(rows, self.rows),
+            triton.cdiv(capacity, self.tokens),
+            multiprocessors,
+            self.program_cost,
+            self.split_cost,
+        )
 
 
 @functools.cache
@@ -1279,6 +1357,71 @@ def _check(
         raise ConfigError(f"num_splits is {num_splits}; it must be at least 1, or None")
 
 
+Allocate = Callable[[Sequence[tuple[tuple[int, ...], torch.dtype]], torch.device], list[Tensor]]
+
+
+def allocate_scratch(
+    wanted: Sequence[tuple[tuple[int, ...], torch.dtype]], device: torch.device
+) -> list[Tensor]:
+    """Scratch from torch's allocator."""
+    return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in wanted]
+
+
+def _carried_shapes(
+    tokens: int, heads: int, latent: int, rope: int, dtype: torch.dtype, rope_dtype: torch.dtype
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Of Q as it enters the products."""
+    parts = [(latent, dtype), (rope, rope_dtype)] if rope else [(latent, dtype)]
+    return [((tokens, heads, width), dtype) for width, dtype in parts]
+
+
+def _partial_shapes(
+    ranges: int, tokens: int, heads: int, latent: int
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Of what ranges leave to be combined: sums, reference points, denominators."""
+    rows = (ranges, tokens, heads)
+    return [((*rows, latent), torch.float32), (rows, torch.float32), (rows, torch.float32)]
+
+
+def scratch_shapes(
+    batch: int,
+    query_len: int,
+    heads: int,
+    latent_width: int,
+    rope_width: int,
+    capacity: int,
+    device: torch.device,
+    element_bytes: int = 2,
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Scratch that no `decode_attention` of these sizes exceeds, whatever its formats.
+
+    Args:
+        batch: Sequences.
+        query_len: Query tokens of each.
+        heads: Query heads.
+        latent_width: Features of the latent.
+        rope_width: Features of the rope part.
+        capacity: Tokens that a row of the block table can hold.
+        device: Where it runs.
+        element_bytes: Of the widest operand of a product.
+    """
+    capability, multiprocessors = _device_properties(device)
+    rows = query_len * heads
+    shapes = [
+        ProgramShape(c.block_rows, c.block_tokens)
+        for source in SOURCES
+        for c in (choose_configuration(rows, capability, source, element_bytes),)
+    ]
+    ranges = [shape.splits(batch, rows, capacity, multiprocessors) for shape in shapes]
+    hopper = _import_hopper() if capability == 90 and not INTERPRETED else None
+    if hopper is not None:
+        ranges.append(hopper.SHAPE.splits(batch, rows, capacity, multiprocessors) + 1)
+    dtype = {2: torch.bfloat16, 4: torch.float32}[element_bytes]
+    tokens = batch * query_len
+    carried = _carried_shapes(tokens, heads, latent_width, rope_width, dtype, dtype)
+    return carried + _partial_shapes(max(ranges), tokens, heads, latent_width)
+
+
 def decode_attention(
     q: Tensor,
     cache: Tensor,
@@ -1297,6 +1440,7 @@ def decode_attention(
     layout: OperandLayout | None = None,
     out_dtype: torch.dtype = torch.float32,
     configuration: Configuration | None = None,
+    allocate: Allocate = allocate_scratch,
 ) -> tuple[Tensor, Tensor]:
     """Attention of few query tokens a sequence over a paged latent cache, in the absorbed form.
 
@@ -1333,7 +1477,10 @@ def decode_attention(
             does not hold is read from `cache`, and quantized if its format is not "none".
         layout: What `records` holds.
         out_dtype: Of the output.
-        configuration: None chooses. With `records`, at most 32 rows.
+        configuration: Of the portable kernel; None chooses, the kernel too. With `records`, at most
+            32 rows.
+        allocate: Hands out scratch: shapes and dtypes, then the device, to tensors of any content
+            that may be reused after the call. `scratch_shapes` says how much is needed.
 
     Returns:
         Output [tokens, heads, latent] and natural-log LSE fp32 [tokens, heads] (of unquantized P),
@@ -1395,14 +1542,67 @@ def decode_attention(
     latent_dtype, rope_dtype, pv_dtype = operand_dtypes(formats, cache.dtype)
     if not rope_width:
         rope_dtype = latent_dtype
+    q_formats = {formats.q, formats.rope_q} if rope_width else {formats.q}
+    carries = q_formats != {"none"} or {latent_dtype, rope_dtype} != {q.dtype}
+    capability, multiprocessors = _device_properties(q.device)
+    hopper = None
+    if configuration is None:
+        q_dtype = latent_dtype if carries else q.dtype
+        hopper = _hopper(
+            q_dtype,
+            cache,
+            latent_width,
+            rope_width,
+            layout,
+            formats,
+            rows_per_sequence,
+            capability,
+        )
+        element_bytes = max(d.itemsize for d in (latent_dtype, rope_dtype, pv_dtype))
+        rope_as_latent = k_stored if not rope_width else k_rope_stored
+        source = operand_source(formats, k_stored, v_stored, rope_as_latent)
+        configuration = choose_configuration(rows_per_sequence, capability, source, element_bytes)
+    elif records is not None and (
+        configuration.block_rows > _MAX_ROWS_STORED
+        or (v_stored and formats.v == "nvfp4" and configuration.block_tokens < 2 * BLOCK.value)
+    ):
+        raise ConfigError(
+            f"a configuration of {configuration.block_rows} rows and {configuration.block_tokens} "
+            f"tokens cannot be used with an operand cache; at most {_MAX_ROWS_STORED} rows and, "
+            f"for NVFP4 V, at least {2 * BLOCK.value} tokens can"
+        )
+    shape = (
+        hopper.SHAPE
+        if hopper
+        else ProgramShape(configuration.block_rows, configuration.block_tokens)
+    )
+    if num_splits is None:
+        capacity = block_table.shape[1] * page_size
+        num_splits = shape.splits(batch, rows_per_sequence, capacity, multiprocessors)
+    # Hopper kernels always leave ranges to be combined. Groups of V that are not closed they leave
+    # to the portable kernel, as one more.
+    has_tail = hopper is not None and records is not None
+    ranges = num_splits + 1 if has_tail else num_splits
+    direct = hopper is None and num_splits == 1
+
+    wanted: list[tuple[tuple[int, ...], torch.dtype]] = []
+    if carries:
+        wanted += _carried_shapes(tokens, heads, latent_width, rope_width, latent_dtype, rope_dtype)
+    if not direct:
+        wanted += _partial_shapes(ranges, tokens, heads, latent_width)
+    scratch = allocate(wanted, q.device) if wanted else []
+    partial_out = partial_top = partial_total = None
+    if not direct:
+        partial_out, partial_top, partial_total = scratch[-3:]
+        if not covered:
+            partial_total.zero_()
+    elif not covered:
+        out.zero_()
+        lse.fill_(-math.inf)
     # An empty view would have no address.
     rope_q = q[..., latent_width:] if rope_width else q
-    q_formats = {formats.q, formats.rope_q} if rope_width else {formats.q}
-    if q_formats != {"none"} or {latent_dtype, rope_dtype} != {q.dtype}:
-        carried = new(tokens, heads, latent_width, dtype=latent_dtype)
-        rope_carried = carried
-        if rope_width:
-            rope_carried = new(tokens, heads, rope_width, dtype=rope_dtype)
+    if carries:
+        carried, rope_carried = scratch[0], scratch[1 if rope_width else 0]
         rows_per_program = 4
         _quantize_queries[(triton.cdiv(tokens * heads, rows_per_program),)](
             q,
@@ -1423,89 +1623,99 @@ def decode_attention(
         )
         q, rope_q = carried, rope_carried
 
-    capability, multiprocessors = _device_properties(q.device)
-    if configuration is None:
-        element_bytes = max(d.itemsize for d in (latent_dtype, rope_dtype, pv_dtype))
-        rope_as_latent = k_stored if not rope_width else k_rope_stored
-        source = operand_source(formats, k_stored, v_stored, rope_as_latent)
-        configuration = choose_configuration(rows_per_sequence, capability, source, element_bytes)
-    elif records is not None and configuration.block_rows > _MAX_ROWS_STORED:
-        raise ConfigError(
-            f"a configuration of {configuration.block_rows} rows cannot be used with an operand "
-            f"cache; at most {_MAX_ROWS_STORED} can"
-        )
-    row_blocks = triton.cdiv(rows_per_sequence, configuration.block_rows)
-    if num_splits is None:
-        tiles = triton.cdiv(block_table.shape[1] * page_size, configuration.block_tokens)
-        num_splits = choose_splits(batch * row_blocks, tiles, multiprocessors)
-    direct = num_splits == 1
-    partial_out = partial_top = partial_total = None
-    if direct:
-        if not covered:
-            out.zero_()
-            lse.fill_(-math.inf)
-    else:
-        partial_out = new(num_splits, tokens, heads, latent_width, dtype=torch.float32)
-        partial_top = new(num_splits, tokens, heads, dtype=torch.float32)
-        partial_total = new(num_splits, tokens, heads, dtype=torch.float32)
-        if not covered:
-            partial_total.zero_()
-
     value_constants: dict[str, object] = {
         "P_FORMAT": FORMAT_CODES[formats.p],
         "V_FORMAT": FORMAT_CODES[formats.v],
         "V_STORED": v_stored,
     }
-    offsets = (layout or OperandLayout(latent_width, rope_width)).kernel_constants()
-    _split[(row_blocks * num_splits * batch,)](
-        q,
-        rope_q,
-        cache,
-        records,
-        block_table,
-        seq_lens,
-        cu_seqlens_q,
-        amax,
-        out,
-        lse,
-        partial_out,
-        partial_top,
-        partial_total,
-        scale * math.log2(math.e),
-        row_blocks,
-        num_splits,
-        tokens * heads,
-        sparsity.dense_sink_tokens if sparsity else 0,
-        sparsity.dense_recent_tokens if sparsity else 0,
-        q.stride(0),
-        q.stride(1),
-        rope_q.stride(0),
-        rope_q.stride(1),
-        cache.stride(0),
-        cache.stride(1),
-        records.stride(0) if records is not None else 0,
-        records.stride(1) if records is not None else 0,
-        block_table.stride(0),
-        HEADS=heads,
-        PAGE_SIZE=page_size,
-        LATENT=latent_width,
-        ROPE=rope_width,
-        ROPE_PADDED=_padded(rope_width),
-        Q_FORMAT=FORMAT_CODES[formats.q],
-        Q_ROPE_FORMAT=FORMAT_CODES[formats.rope_q],
-        K_FORMAT=FORMAT_CODES[formats.k],
-        K_ROPE_FORMAT=FORMAT_CODES[formats.rope_k],
-        K_STORED=k_stored,
-        K_ROPE_STORED=k_rope_stored,
-        PV_DTYPE=_TRITON_DTYPES[pv_dtype],
-        DIRECT=direct,
-        M=sparsity.m if sparsity else 0,
-        **value_constants,
-        **offsets,
-        **configuration.kernel_constants(),
-    )
+    # What both kernels are told.
+    arguments: dict[str, object] = {
+        "q": q,
+        "rope_q": rope_q,
+        "block_table": block_table,
+        "seq_lens": seq_lens,
+        "cu_seqlens_q": cu_seqlens_q,
+        "amax": amax,
+        "partial_out": partial_out,
+        "partial_top": partial_top,
+        "partial_total": partial_total,
+        "scale_log2": scale * math.log2(math.e),
+        "partial_rows": tokens * heads,
+        "sink": sparsity.dense_sink_tokens if sparsity else 0,
+        "recent": sparsity.dense_recent_tokens if sparsity else 0,
+        "q_token_stride": q.stride(0),
+        "q_head_stride": q.stride(1),
+        "rope_q_token_stride": rope_q.stride(0),
+        "rope_q_head_stride": rope_q.stride(1),
+        "table_stride": block_table.stride(0),
+        "HEADS": heads,
+        "PAGE_SIZE": page_size,
+        "Q_FORMAT": FORMAT_CODES[formats.q],
+        "Q_ROPE_FORMAT": FORMAT_CODES[formats.rope_q],
+        "K_FORMAT": FORMAT_CODES[formats.k],
+        "K_ROPE_FORMAT": FORMAT_CODES[formats.rope_k],
+        "P_FORMAT": FORMAT_CODES[formats.p],
+        "M": sparsity.m if sparsity else 0,
+    }
+    places = (layout or OperandLayout(latent_width, rope_width)).kernel_constants()
+    if hopper:
+        row_blocks = triton.cdiv(rows_per_sequence, shape.rows)
+        grid = (row_blocks * num_splits * batch,)
+        launch: dict[str, object] = {
+            "row_blocks": row_blocks,
+            "num_splits": num_splits,
+            "num_warps": hopper.WARPS.value,
+        }
+        if records is None:
+            hopper.split_raw[grid](
+                **arguments,
+                **launch,
+                cache=cache,
+                cache_page_stride=cache.stride(0),
+                cache_token_stride=cache.stride(1),
+            )
+        else:
+            words = records.view(torch.int32)
+            hopper.split_records[grid](
+                **arguments,
+                **launch,
+                **places,
+                record_words=words,
+                record_page_words=words.stride(0),
+                TOKEN_WORDS=words.stride(1),
+            )
+    if not hopper or has_tail:
+        row_blocks = triton.cdiv(rows_per_sequence, configuration.block_rows)
+        portable_splits = 1 if hopper else num_splits
+        _split[(row_blocks * portable_splits * batch,)](
+            **arguments,
+            **places,
+            cache=cache,
+            records=records,
+            out=out,
+            lse=lse,
+            row_blocks=row_blocks,
+            num_splits=portable_splits,
+            first_partial=ranges - portable_splits,
+            cache_page_stride=cache.stride(0),
+            cache_token_stride=cache.stride(1),
+            record_page_stride=records.stride(0) if records is not None else 0,
+            record_token_stride=records.stride(1) if records is not None else 0,
+            LATENT=latent_width,
+            ROPE=rope_width,
+            ROPE_PADDED=_padded(rope_width),
+            K_STORED=k_stored,
+            K_ROPE_STORED=k_rope_stored,
+            V_FORMAT=FORMAT_CODES[formats.v],
+            V_STORED=v_stored,
+            PV_DTYPE=_TRITON_DTYPES[pv_dtype],
+            DIRECT=direct,
+            TAIL_ONLY=hopper is not None,
+            **configuration.kernel_constants(),
+        )
     if not direct:
-        features = min(latent_width, _COMBINE_FEATURES)
+        # Few ranges: whole rows, so that there are not more programs than needed.
+        features = latent_width if ranges <= _FEW_RANGES else min(latent_width, _COMBINE_FEATURES)
         _combine[(tokens * heads * (latent_width // features),)](
             partial_out,
             partial_top,
@@ -1513,19 +1723,68 @@ def decode_attention(
             amax,
             out,
             lse,
-            num_splits,
+            ranges,
             tokens * heads,
             LATENT=latent_width,
             FEATURES=features,
-            SPLITS=triton.next_power_of_2(num_splits),
-            CHUNK=min(triton.next_power_of_2(num_splits), _COMBINE_CHUNK),
+            SPLITS=triton.next_power_of_2(ranges),
+            CHUNK=min(triton.next_power_of_2(ranges), _COMBINE_CHUNK),
             **value_constants,
             num_warps=4,
         )
     return out, lse
 
 
+def _hopper(
+    q_dtype: torch.dtype,
+    cache: Tensor,
+    latent_width: int,
+    rope_width: int,
+    layout: OperandLayout | None,
+    formats: OperandFormats,
+    rows: int,
+    capability: int,
+) -> ModuleType | None:
+    """`decode_hopper` where it serves these operands and is the faster one.
+
+    `q_dtype` is that of the product, `rows` are query tokens × heads of a sequence.
+    """
+    if INTERPRETED or capability != 90 or rows <= _HOPPER_MORE_THAN_ROWS:
+        return None
+    hopper = _import_hopper()
+    if hopper is None or q_dtype != torch.bfloat16 or cache.dtype != torch.bfloat16:
+        return None
+    if (latent_width, rope_width) != (hopper.LATENT.value, hopper.ROPE.value):
+        return None
+    if layout is None:
+        places = (cache.data_ptr() // cache.element_size(), *cache.stride()[:2])
+        aligned = all(place % _COPIED_ELEMENTS == 0 for place in places)
+        return (
+            hopper if (formats.k, formats.rope_k, formats.v) == ("none",) * 3 and aligned else None
+        )
+    return (
+        hopper if (layout.k_format, layout.rope_format, layout.v_format) == ("nvfp4",) * 3 else None
+    )
+
+
+# With 16 rows the portable kernel's tiles are full and a quarter of these would be (H200: 603 µs
+# against about 730 for 128 sequences of 16 heads and 8192 tokens).
+_HOPPER_MORE_THAN_ROWS = 16
+# Copies to shared memory take 16 bytes.
+_COPIED_ELEMENTS = 8
+
+
+@functools.cache
+def _import_hopper() -> ModuleType | None:
+    """None where Triton has no Gluon, or one that this package does not know."""
+    try:
+        return importlib.import_module("mla_quant.kernels.decode_hopper")
+    except (ImportError, AttributeError):
+        return None
+
+
 _COMBINE_FEATURES = 128
+_FEW_RANGES = 4
 _COMBINE_CHUNK = 32
 
 
@@ -1538,10 +1797,13 @@ __all__: Sequence[str] = (
     "SOURCES",
     "Configuration",
     "OperandFormats",
+    "ProgramShape",
+    "allocate_scratch",
     "choose_configuration",
     "choose_splits",
     "configurations",
     "decode_attention",
     "operand_dtypes",
     "operand_source",
+    "scratch_shapes",
 )

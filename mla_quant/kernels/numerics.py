@@ -70,21 +70,14 @@ def with_sign(magnitude, x):
 
 
 @triton.jit
-def _divide(x, divisor):
-    """Correctly rounded fp32 quotient; the operands may have different shapes."""
-    zero = tl.zeros_like(x)
-    return tl.div_rn(x, zero + divisor)
-
-
-@triton.jit
 def global_scale(amax, FORMAT: tl.constexpr):
     """`amax / quant_max` of fp32 `amax`, at least the smallest normal fp32; 1 for format "none"."""
     if FORMAT == FORMAT_NONE:
-        scale = tl.full(amax.shape, 1.0, tl.float32)
+        scale = 1.0
     elif FORMAT == FORMAT_FP8:
-        scale = tl.maximum(_divide(amax, FP8_QUANT_MAX), _SMALLEST_NORMAL_FP32)
+        scale = tl.maximum(tl.div_rn(amax, FP8_QUANT_MAX), _SMALLEST_NORMAL_FP32)
     else:
-        scale = tl.maximum(_divide(amax, NVFP4_QUANT_MAX), _SMALLEST_NORMAL_FP32)
+        scale = tl.maximum(tl.div_rn(amax, NVFP4_QUANT_MAX), _SMALLEST_NORMAL_FP32)
     return scale
 
 
@@ -101,32 +94,52 @@ def scale_is_ordinary(g):
 
 
 @triton.jit
-def _quotient(magnitude, divisor, LARGEST: tl.constexpr, ORDINARY: tl.constexpr):
+def _reciprocal(x):
+    """`1 / x`, correctly rounded, for x well inside fp32's range.
+
+    What ptxas makes of `rcp.rn.f32` there, without the branch that looks whether x is.
+    """
+    y = tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+    return tl.fma(y, tl.fma(-x, y, 1.0), y)
+
+
+@triton.jit
+def _quotient(
+    magnitude,
+    divisor,
+    LARGEST: tl.constexpr,
+    ORDINARY: tl.constexpr,
+    KEEP_NAN: tl.constexpr = True,
+):
     """`min(magnitude / divisor, LARGEST)`, the quotient correctly rounded; 0 for divisor 0.
 
     ORDINARY: the divisor is a `scale_is_ordinary` one. Two fused multiply-adds then repair the
     product with the rounded reciprocal (Markstein 1990), at a fraction of a division's cost.
+    KEEP_NAN False: NaN occurs with divisor 0 only and becomes 0, if ORDINARY.
     """
     if ORDINARY and not INTERPRETED:
-        one = tl.full(divisor.shape, 1.0, tl.float32)
-        reciprocal = tl.where(divisor > 0, tl.div_rn(one, divisor), 0.0)
-        x = tl.minimum(magnitude, LARGEST * divisor, propagate_nan=tl.PropagateNan.ALL)
+        # For divisor 0 any finite reciprocal does: x is 0.
+        reciprocal = _reciprocal(tl.maximum(divisor, _SMALLEST_NORMAL_FP32))
+        if KEEP_NAN:
+            x = tl.minimum(magnitude, LARGEST * divisor, propagate_nan=tl.PropagateNan.ALL)
+        else:
+            x = tl.minimum(magnitude, LARGEST * divisor)
         y = x * reciprocal
-        zero = tl.zeros_like(x)
-        remainder = tl.fma(-y, zero + divisor, x)
-        return tl.fma(remainder, zero + reciprocal, y)
+        return tl.fma(tl.fma(y, -divisor, x), reciprocal, y)
     else:
         # Only x / inf is 0 for every x.
-        return _clamp(_divide(magnitude, tl.where(divisor > 0, divisor, float("inf"))), LARGEST)
+        return _clamp(tl.div_rn(magnitude, tl.where(divisor > 0, divisor, float("inf"))), LARGEST)
 
 
 @triton.jit
 def block_scale(block_amax, g, ORDINARY: tl.constexpr = False):
     """Stored E4M3 scale of NVFP4 blocks, fp32; `block_amax` must hold no NaN."""
     if ORDINARY and not INTERPRETED:
-        ratio = _quotient(block_amax, E2M1_MAX * g, E4M3_MAX, ORDINARY)
+        ratio = _quotient(block_amax, g * E2M1_MAX, E4M3_MAX, ORDINARY)
     else:
-        ratio = tl.minimum(_divide(block_amax, E2M1_MAX * g), E4M3_MAX)
+        ratio = tl.minimum(tl.div_rn(block_amax, g * E2M1_MAX), E4M3_MAX)
     return round_e4m3_magnitude(ratio)
 
 
@@ -135,6 +148,15 @@ def quantize_fp8(x, g, ORDINARY: tl.constexpr = False):
     """FP8 elements of fp32 `x` under global scale `g`: E4M3 values, fp32."""
     quotient = _quotient(tl.abs(x), g, E4M3_MAX, ORDINARY)
     return with_sign(round_e4m3_magnitude(quotient), x)
+
+
+@triton.jit
+def nvfp4_quotient(magnitude, scale, g, ORDINARY: tl.constexpr):
+    """Magnitudes by their block scale and `g`, at most 6, which E2M1 is to round.
+
+    NaN is in blocks of scale 0 only, if at all, and becomes 0, if ORDINARY.
+    """
+    return _quotient(magnitude, scale * g, E2M1_MAX, ORDINARY, KEEP_NAN=False)
 
 
 @triton.jit

@@ -12,6 +12,7 @@ intermediate result of the decoding in the range of fp32; kernels divide by it a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -25,12 +26,14 @@ from mla_quant.kernels.numerics import (
     FORMAT_CODES,
     FORMAT_FP8,
     FORMAT_NONE,
+    FORMAT_NVFP4,
     INTERPRETED,
     block_scale,
     global_scale,
+    nvfp4_quotient,
     quantize_fp8,
-    quantize_nvfp4,
     round_to_dtype,
+    scale_is_ordinary,
 )
 
 RECORD_ALIGNMENT_BYTES = 16
@@ -44,6 +47,13 @@ _E2M1_MAGNITUDE = tl.constexpr((1 << (E2M1.bits - 1)) - 1)
 _E2M1_SIGN = tl.constexpr(1 << (E2M1.bits - 1))
 _E2M1_SIGN_SHIFT = tl.constexpr(32 - E2M1.bits)
 _E2M1_UNIT = tl.constexpr(2.0 ** (E2M1.bias - 127))
+# Added to a magnitude times the power of two at or below it, at least the smallest normal number's,
+# this leaves its mantissa in E2M1 in the lowest bits of the sum, beside the exponent of the power.
+_E2M1_CARRY = tl.constexpr(2.0 ** (23 - E2M1.mantissa_bits))
+_E2M1_SMALLEST_NORMAL = tl.constexpr(2.0**E2M1.min_exponent)
+_E2M1_CARRY_CODE = tl.constexpr(
+    (150 - E2M1.mantissa_bits + E2M1.min_exponent) << E2M1.mantissa_bits
+)
 _E4M3_SHIFT = tl.constexpr(23 - E4M3.mantissa_bits)
 _E4M3_MAGNITUDE = tl.constexpr((1 << (E4M3.bits - 1)) - 1)
 _E4M3_SIGN = tl.constexpr(1 << (E4M3.bits - 1))
@@ -188,6 +198,36 @@ def check_widths(latent_width: int, rope_width: int) -> None:
 
 
 @triton.jit
+def _token_slots(
+    table,
+    start,
+    tokens,
+    present,
+    SPAN: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Page, int64, and slot in it, in two summands of which the first is a scalar.
+
+    Of positions `start + tokens`; arguments as of `token_rows`.
+    """
+    if PAGE_SIZE // SPAN * SPAN == PAGE_SIZE:
+        page = tl.load(table + start // PAGE_SIZE).to(tl.int64)
+        base = start % PAGE_SIZE
+        offset = tokens
+    else:
+        positions = start + tokens
+        number = positions // PAGE_SIZE
+        if MASKED:
+            page = tl.load(table + number, mask=present, other=0).to(tl.int64)
+        else:
+            page = tl.load(table + number).to(tl.int64)
+        base = start - start
+        offset = positions - number * PAGE_SIZE
+    return page, base, offset
+
+
+@triton.jit
 def token_rows(
     table,
     start,
@@ -212,32 +252,14 @@ def token_rows(
         PAGE_SIZE: Slots of a page.
         MASKED: Whether anything may be absent.
     """
-    if PAGE_SIZE // SPAN * SPAN == PAGE_SIZE:
-        block = tl.load(table + start // PAGE_SIZE).to(tl.int64)
-        slot = start % PAGE_SIZE + tokens
-    else:
-        positions = start + tokens
-        page = positions // PAGE_SIZE
-        if MASKED:
-            block = tl.load(table + page, mask=present, other=0).to(tl.int64)
-        else:
-            block = tl.load(table + page).to(tl.int64)
-        slot = positions - page * PAGE_SIZE
-    rows = block * page_stride + slot.to(tl.int64) * token_stride
+    page, base, offset = _token_slots(table, start, tokens, present, SPAN, PAGE_SIZE, MASKED)
+    rows = page * page_stride + (base + offset).to(tl.int64) * token_stride
     if MASKED:
         rows = tl.where(present, rows, 0)
     return rows
 
 
 # --- codes
-
-
-@triton.jit
-def encode_e2m1(magnitude, x):
-    """Codes, int32, of magnitudes on the E2M1 grid with the sign of `x`."""
-    code = (magnitude * _E2M1_UNIT).to(tl.int32, bitcast=True) >> _E2M1_SHIFT
-    sign = (x.to(tl.int32, bitcast=True) >> _E2M1_SIGN_SHIFT) & _E2M1_SIGN
-    return code | sign
 
 
 @triton.jit
@@ -273,6 +295,46 @@ def stored_scale(code):
     return (bits * _LARGEST_POWER) * _TO_BLOCK_SCALE
 
 
+def _decode_code(steps: list[tuple[str, str, int]]) -> tl.constexpr:
+    """PTX that decodes the four bytes of register $4 into four registers of two bfloat16 numbers.
+
+    Each step isolates two nibbles, one in each half of a register. A multiplication then puts their
+    signs and magnitudes into the fields of a bfloat16, whose product with the scale is exact.
+
+    Args:
+        steps: For $0 to $3: how a register `x` gets the nibbles, their mask, register of the scale.
+    """
+    lines = [".reg .b32 x, y, t, z;", "mov.b32 z, 0x80008000;", "shr.b32 y, $4, 4;"]
+    for i, (isolate, mask, scale) in enumerate(steps):
+        factor = 4160 if mask == "0x000F000F" else 260
+        lines += [
+            isolate,
+            f"and.b32 t, x, {mask};",
+            f"mul.lo.u32 t, t, {factor};",
+            "and.b32 t, t, 0x81C081C0;",
+            f"fma.rn.bf16x2 ${i}, t, ${scale}, z;",
+        ]
+    return tl.constexpr("{" + "\n".join(lines) + "}")
+
+
+def _decode_halves(scales: tuple[int, int, int, int]) -> tl.constexpr:
+    """Low nibbles of bytes 0, 1 and 2, 3, then their high nibbles."""
+    low, high = "0x000F000F", "0x00F000F0"
+    first, second = "prmt.b32 x, $4, 0, 0x4140;", "prmt.b32 x, $4, 0, 0x4342;"
+    order = (first, low), (second, low), (first, high), (second, high)
+    return _decode_code([(*step, scale) for step, scale in zip(order, scales, strict=True)])
+
+
+# Scales by pairs of elements, as a tensor of bytes has them, or one for the low and one for the
+# high nibbles of a word.
+_HALVES_OF_BYTES = _decode_halves((5, 6, 7, 8))
+DECODE_HALVES = _decode_halves((5, 5, 6, 6))
+# Low and high nibble of each byte, one scale.
+DECODE_PAIRS = _decode_code(
+    [(f"prmt.b32 x, $4, y, 0x0{4 + i}0{i};", "0x000F000F", 5) for i in range(4)]
+)
+
+
 @triton.jit
 def decode_nibbles(codes, lower_scale, upper_scale, DTYPE: tl.constexpr):
     """`element · block_scale · STORED_UNIT` of the low and of the high nibbles of uint8 `codes`.
@@ -284,31 +346,8 @@ def decode_nibbles(codes, lower_scale, upper_scale, DTYPE: tl.constexpr):
         lower = round_to_dtype(decode_e2m1(wide, lower_scale), DTYPE)
         upper = round_to_dtype(decode_e2m1(wide >> 4, upper_scale), DTYPE)
     else:
-        # Four bytes at a time: two to a register; a multiplication puts a nibble's sign and
-        # magnitude into the fields of a bfloat16, whose product with the scale is exact.
         lower, upper = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 x, y, t, z;
-            mov.b32 z, 0x80008000;
-            prmt.b32 x, $4, 0, 0x4140;
-            prmt.b32 y, $4, 0, 0x4342;
-            and.b32 t, x, 0x000F000F;
-            mul.lo.u32 t, t, 4160;
-            and.b32 t, t, 0x81C081C0;
-            fma.rn.bf16x2 $0, t, $5, z;
-            and.b32 t, y, 0x000F000F;
-            mul.lo.u32 t, t, 4160;
-            and.b32 t, t, 0x81C081C0;
-            fma.rn.bf16x2 $1, t, $6, z;
-            and.b32 t, x, 0x00F000F0;
-            mul.lo.u32 t, t, 260;
-            and.b32 t, t, 0x81C081C0;
-            fma.rn.bf16x2 $2, t, $7, z;
-            and.b32 t, y, 0x00F000F0;
-            mul.lo.u32 t, t, 260;
-            and.b32 t, t, 0x81C081C0;
-            fma.rn.bf16x2 $3, t, $8, z;
-            }""",
+            _HALVES_OF_BYTES,
             "=r,=r,=r,=r,r,r,r,r,r",
             [codes, lower_scale.to(tl.bfloat16), upper_scale.to(tl.bfloat16)],
             dtype=(tl.bfloat16, tl.bfloat16),
@@ -485,84 +524,333 @@ def load_v_groups(
 
 
 @triton.jit
-def _encode_nvfp4(x, g, AXIS: tl.constexpr):
-    """Codes (int32) and bytes of the block scales (int32) of what `quantize_nvfp4` decides.
-
-    E2M1 has no NaN: a block with one gets the scale byte `_POISON`, itself a NaN, and zero codes,
-    so that 0 · inf makes every number of the block NaN when it is decoded.
-    """
-    carried = quantize_nvfp4(x, g, AXIS)
-    nan = tl.max((x != x).to(tl.int32), AXIS)
-    magnitude = tl.where(x == x, tl.abs(x), 0.0)
-    scale = block_scale(tl.max(magnitude, AXIS), g)
-    divisor = tl.expand_dims(tl.where(scale > 0, scale, 1.0), AXIS)
-    # The carried number is a product of the scale: the quotient is exact.
-    element = tl.div_rn(tl.abs(carried), tl.zeros_like(carried) + divisor)
-    codes = encode_e2m1(tl.where(x == x, element, 0.0), x)
-    codes = tl.where(tl.expand_dims(nan, AXIS) > 0, 0, codes)
-    return codes, tl.where(nan > 0, _POISON, encode_e4m3(scale))
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def _store_k_part(
+def _largest(x, AXIS: tl.constexpr):
+    """Largest magnitude along AXIS, which is kept, NaN if there is one."""
+    if INTERPRETED:  # whose maximum leaves NaN out or not, by version
+        nan = tl.max((x != x).to(tl.int32), AXIS, keep_dims=True)
+        largest = tl.max(tl.where(x == x, tl.abs(x), 0.0), AXIS, keep_dims=True)
+        largest = tl.where(nan > 0, float("nan"), largest)
+    else:
+        largest = tl.reduce(tl.abs(x), AXIS, _larger, keep_dims=True)
+    return largest
+
+
+@triton.jit
+def _encode_nvfp4(x, largest, g, ORDINARY: tl.constexpr):
+    """Codes of what `quantize_nvfp4` decides about fp32 `x`, and bytes of the block scales, int32.
+
+    `largest` is of `_largest` for each block. Codes are without signs, too large by
+    `_E2M1_CARRY_CODE` and only right in the lowest three bits: for `_pack_nibbles`. E2M1 has no
+    NaN: a block with one gets the scale byte `_POISON`, itself a NaN, and codes of 0 or -0, so that
+    0 · inf makes every number of the block NaN when it is decoded.
+    """
+    poisoned = largest != largest
+    scale = block_scale(tl.where(poisoned, 0.0, largest), g, ORDINARY)
+    magnitude = tl.abs(x)
+    if INTERPRETED or not ORDINARY:
+        magnitude = tl.where(poisoned, 0.0, magnitude)
+    quotient = nvfp4_quotient(magnitude, scale, g, ORDINARY)
+    binade = (quotient.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    carried = quotient + tl.maximum(binade, _E2M1_SMALLEST_NORMAL) * _E2M1_CARRY
+    bits = carried.to(tl.int32, bitcast=True)
+    # Exponent and mantissa of the code; a mantissa that overflows counts the exponent up.
+    code = bits + (bits >> _E2M1_SHIFT)
+    byte = (scale * _E4M3_UNIT).to(tl.int32, bitcast=True) >> _E4M3_SHIFT
+    return code, tl.where(poisoned, _POISON, byte)
+
+
+@triton.jit
+def _sign_halves(x):
+    """int16 with the signs of a tensor of numbers."""
+    if x.dtype.primitive_bitwidth == 16:
+        return x.to(tl.int16, bitcast=True)
+    else:
+        return (x.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
+
+
+# Four bytes: codes of low nibbles $1 to $4, of high ones $5 to $8, all too large by a constant;
+# signs, two to a register, of low nibbles $9 and $10, of high ones $11 and $12.
+_PACK_NIBBLES = tl.constexpr(
+    """{
+    .reg .b32 x, y, s, t;
+    prmt.b32 x, $1, $2, 0x0040;
+    prmt.b32 t, $3, $4, 0x0040;
+    prmt.b32 x, x, t, 0x5410;
+    prmt.b32 y, $5, $6, 0x0040;
+    prmt.b32 t, $7, $8, 0x0040;
+    prmt.b32 y, y, t, 0x5410;
+    prmt.b32 s, $9, $10, 0x7531;
+    prmt.b32 t, $11, $12, 0x7531;
+    shl.b32 y, y, 4;
+    and.b32 x, x, 0x07070707;
+    and.b32 y, y, 0x70707070;
+    or.b32 x, x, y;
+    add.u32 x, x, LARGER;
+    and.b32 x, x, 0x77777777;
+    shr.u32 s, s, 4;
+    and.b32 s, s, 0x08080808;
+    and.b32 t, t, 0x80808080;
+    or.b32 s, s, t;
+    or.b32 $0, x, s;
+}""".replace("LARGER", str(-_E2M1_CARRY_CODE.value % 8 * 0x11111111))
+)
+
+
+@triton.jit
+def _pack_nibbles(lower, upper, lower_sign, upper_sign):
+    """Bytes of two codes of `_encode_nvfp4` each, with signs of `_sign_halves`."""
+    if INTERPRETED:
+        magnitudes = (lower - _E2M1_CARRY_CODE) & _E2M1_MAGNITUDE
+        magnitudes |= ((upper - _E2M1_CARRY_CODE) & _E2M1_MAGNITUDE) << 4
+        signs = ((lower_sign < 0).to(tl.int32) | ((upper_sign < 0).to(tl.int32) << 4)) * _E2M1_SIGN
+        return (magnitudes | signs).to(tl.uint8)
+    else:
+        return tl.inline_asm_elementwise(
+            _PACK_NIBBLES,
+            "=r,r,r,r,r,r,r,r,r,r,r,r,r",
+            [lower, upper, lower_sign, upper_sign],
+            dtype=tl.uint8,
+            is_pure=True,
+            pack=4,
+        )
+
+
+@triton.jit
+def _store_features(
     source,
     records,
-    rows,
-    record_rows,
-    present,
     new,
     g,
+    first,
     WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
+    ITEMS: tl.constexpr,
+    SIZE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    FORMAT: tl.constexpr,
+    CODES: tl.constexpr,
+    SCALES: tl.constexpr,
+    ORDINARY: tl.constexpr,
+):
+    """Quantize ITEMS times SIZE features of both halves of tokens along features.
+
+    Args:
+        source: Pointers to the first of the WIDTH features of each token.
+        records: Pointers to the records of the tokens.
+        new: Which tokens to quantize.
+        g: Global scale.
+        first: Item to begin with.
+        WIDTH: Features, a multiple of 16.
+        ITEMS: Power of two.
+        SIZE: Features of one block that lie in one half: 16, or 8 where a half cuts a block.
+        SPLIT: Parts of an item, so that a part is 16 bytes and a thread has whole blocks; 1 leaves
+            the layout to the compiler.
+        FORMAT: "fp8" or "nvfp4".
+        CODES: Offset of the codes.
+        SCALES: Offset of the block scales.
+        ORDINARY: `scale_is_ordinary(g)`.
+    """
+    HALF: tl.constexpr = WIDTH // 2
+    PART: tl.constexpr = SIZE // SPLIT
+    # [ITEMS, tokens, SPLIT, PART]: threads go along the last axis, then from the first on.
+    item = first + tl.arange(0, ITEMS)[:, None, None, None]
+    offset = tl.arange(0, SPLIT)[:, None] * PART + tl.arange(0, PART)[None, :]
+    feature = item * SIZE + offset[None, None, :, :]
+    mask = new[None, :, None, None] & (item < HALF // SIZE)
+    source = source[None, :, None, None]
+    records = records[None, :, None, None]
+    lower = tl.load(source + feature, mask=mask, other=0.0)
+    upper = tl.load(source + HALF + feature, mask=mask, other=0.0)
+    x_lower, x_upper = lower.to(tl.float32), upper.to(tl.float32)
+    if FORMAT == FORMAT_FP8:
+        codes = encode_e4m3(quantize_fp8(x_lower, g, ORDINARY)).to(tl.uint8)
+        tl.store(records + CODES + feature, codes, mask=mask)
+        codes = encode_e4m3(quantize_fp8(x_upper, g, ORDINARY)).to(tl.uint8)
+        tl.store(records + CODES + HALF + feature, codes, mask=mask)
+    else:
+        largest_lower = _largest(_largest(x_lower, 3), 2)
+        largest_upper = _largest(_largest(x_upper, 3), 2)
+        if SIZE < BLOCK:
+            # What else is in the blocks.
+            rest = tl.load(source + (feature ^ SIZE), mask=mask, other=0.0).to(tl.float32)
+            largest_lower = _larger(largest_lower, _largest(_largest(rest, 3), 2))
+            at = source + ((HALF + feature) ^ SIZE)
+            rest = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+            largest_upper = _larger(largest_upper, _largest(_largest(rest, 3), 2))
+        lower_codes, lower_scale = _encode_nvfp4(x_lower, largest_lower, g, ORDINARY)
+        upper_codes, upper_scale = _encode_nvfp4(x_upper, largest_upper, g, ORDINARY)
+        codes = _pack_nibbles(lower_codes, upper_codes, _sign_halves(lower), _sign_halves(upper))
+        tl.store(records + CODES + feature, codes, mask=mask)
+        at = records + SCALES + item * SIZE // BLOCK
+        tl.store(at, lower_scale.to(tl.uint8), mask=mask)
+        at = records + SCALES + (HALF + item * SIZE) // BLOCK
+        tl.store(at, upper_scale.to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def _write_features(
+    cache,
+    records,
+    table,
+    start,
+    first,
+    length,
+    amax,
+    item,
+    cache_page_stride,
+    record_page_stride,
+    CACHE_STRIDE: tl.constexpr,
+    RECORD_STRIDE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ITEMS: tl.constexpr,
+    SIZE: tl.constexpr,
+    SPLIT: tl.constexpr,
     FORMAT: tl.constexpr,
     CODES: tl.constexpr,
     SCALES: tl.constexpr,
 ):
-    """Quantize WIDTH features of 16 tokens along features; PADDED is a power of two."""
-    BLOCKS: tl.constexpr = PADDED // BLOCK
-    feature = tl.arange(0, BLOCKS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    inside = feature[None, :, :] < WIDTH
-    mask = present[:, None, None] & inside
-    at = source + rows[:, None, None] + feature[None, :, :]
-    x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    out = records + CODES + record_rows[:, None, None]
-    if FORMAT == FORMAT_FP8:
-        codes = encode_e4m3(quantize_fp8(x, g)).to(tl.uint8)
-        tl.store(out + feature[None, :, :], codes, mask=new[:, None, None] & inside)
-    else:
-        codes, scales = _encode_nvfp4(x, g, 2)
-        # The codes of features b and b + WIDTH // 2 share a byte; a pad splits them for any WIDTH.
-        block = tl.arange(0, BLOCKS)
-        tl.store(
-            records + SCALES + record_rows[:, None] + block[None, :],
-            scales.to(tl.uint8),
-            mask=new[:, None] & (block[None, :] < WIDTH // BLOCK),
+    """`_store_features` of TOKENS positions from `start` on where they are new.
+
+    More than 16 begin anywhere, so that they may lie in several pages.
+    """
+    SPAN: tl.constexpr = TOKENS if TOKENS <= BLOCK else 2 * PAGE_SIZE
+    tokens = tl.arange(0, TOKENS)
+    present = start + tokens < length
+    new = present & (start + tokens >= first)
+    page, base, offset = _token_slots(table, start, tokens, present, SPAN, PAGE_SIZE, True)
+    base, offset = base.to(tl.int64), offset.to(tl.int64)
+    source = cache + page * cache_page_stride + base * CACHE_STRIDE + offset * CACHE_STRIDE
+    target = records + page * record_page_stride + base * RECORD_STRIDE + offset * RECORD_STRIDE
+    g = global_scale(amax, FORMAT)
+    if scale_is_ordinary(g):
+        _store_features(
+            source, target, new, g, item, WIDTH, ITEMS, SIZE, SPLIT, FORMAT, CODES, SCALES, True
         )
-        _store_nibbles(codes, records + CODES, record_rows, new, WIDTH, PADDED)
+    else:
+        # In small parts: what is rare must not take the registers of what is not.
+        for i in range(ITEMS):
+            _store_features(
+                source, target, new, g, item + i,
+                WIDTH, 1, SIZE, SPLIT, FORMAT, CODES, SCALES, False,
+            )  # fmt: skip
 
 
 @triton.jit
-def _store_nibbles(codes, at, rows, new, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    """Store int32 codes [16, …] of WIDTH of PADDED features as two halves in one byte."""
-    codes = tl.reshape(codes, [BLOCK, PADDED])
-    if WIDTH == PADDED:
-        HALF: tl.constexpr = WIDTH // 2
-        halves = tl.permute(tl.reshape(codes, [BLOCK, 2, HALF]), [0, 2, 1])
-        lower, upper = tl.split(halves)
-        feature = tl.arange(0, HALF)
-        packed = (lower | (upper << 4)).to(tl.uint8)
-        tl.store(at + rows[:, None] + feature[None, :], packed, mask=new[:, None])
+def _neighbours(x, VECTORS: tl.constexpr, VECTOR: tl.constexpr):
+    """Even and odd tokens of [VECTORS, 16, VECTOR], as [VECTORS, VECTOR, 8]."""
+    x = tl.reshape(x, [VECTORS, BLOCK // 2, 2, VECTOR])
+    return tl.split(tl.permute(x, [0, 3, 1, 2]))
+
+
+@triton.jit
+def _store_tokens(
+    source,
+    records,
+    table,
+    start,
+    g,
+    feature,
+    record_page_stride,
+    RECORD_STRIDE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    LATENT: tl.constexpr,
+    VECTORS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    CODES: tl.constexpr,
+    SCALES: tl.constexpr,
+    ORDINARY: tl.constexpr,
+):
+    """Quantize features of a group of 16 tokens along tokens to NVFP4.
+
+    Args:
+        source: Pointers to the tokens' latents.
+        records: Pointer to all records.
+        table: Pointer to the sequence's block table.
+        start: Position of the first token.
+        g: Global scale.
+        feature: int32 [VECTORS, VECTOR]. A thread has all tokens of VECTOR neighbours.
+        record_page_stride: Bytes from page to page.
+        RECORD_STRIDE: Bytes from slot to slot.
+        PAGE_SIZE: Slots of a page.
+        LATENT: Features of the latent.
+        VECTORS: Power of two.
+        VECTOR: Power of two.
+        CODES: Offset of the codes.
+        SCALES: Offset of the block scales.
+        ORDINARY: `scale_is_ordinary(g)`.
+    """
+    PAIRS: tl.constexpr = BLOCK // 2
+    SHARE: tl.constexpr = LATENT // BLOCK
+    raw = tl.load(source[None, :, None] + feature[:, None, :])
+    x = raw.to(tl.float32)
+    codes, scales = _encode_nvfp4(x, _largest(x, 1), g, ORDINARY)
+    even, odd = _neighbours(codes, VECTORS, VECTOR)
+    even_sign, odd_sign = _neighbours(_sign_halves(raw), VECTORS, VECTOR)
+    packed = _pack_nibbles(even, odd, even_sign, odd_sign)
+    rows = token_rows(
+        table, start, feature // SHARE, True, record_page_stride, RECORD_STRIDE, BLOCK, PAGE_SIZE,
+        False,
+    )  # fmt: skip
+    at = records + CODES + rows + feature % SHARE * PAIRS
+    tl.store(at[:, :, None] + tl.arange(0, PAIRS)[None, None, :], packed)
+    scales = tl.reshape(scales, [VECTORS, VECTOR])
+    tl.store(records + SCALES + rows + feature % SHARE, scales.to(tl.uint8))
+
+
+@triton.jit
+def _write_tokens(
+    cache,
+    records,
+    table,
+    start,
+    amax,
+    first,
+    cache_page_stride,
+    record_page_stride,
+    CACHE_STRIDE: tl.constexpr,
+    RECORD_STRIDE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    LATENT: tl.constexpr,
+    VECTORS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    CODES: tl.constexpr,
+    SCALES: tl.constexpr,
+):
+    """`_store_tokens` of VECTORS · VECTOR features from `first` on."""
+    page, base, offset = _token_slots(
+        table, start, tl.arange(0, BLOCK), True, BLOCK, PAGE_SIZE, False
+    )
+    base, offset = base.to(tl.int64), offset.to(tl.int64)
+    source = cache + page * cache_page_stride + base * CACHE_STRIDE + offset * CACHE_STRIDE
+    vector = tl.arange(0, VECTORS)
+    if VECTOR == 1:
+        # Every other feature: the compiler would join neighbours and part tokens.
+        vector = vector * 2 % VECTORS + vector * 2 // VECTORS
+    vector = first + vector[:, None] * VECTOR
+    g = global_scale(amax, FORMAT_NVFP4)
+    if scale_is_ordinary(g):
+        _store_tokens(
+            source, records, table, start, g, vector + tl.arange(0, VECTOR)[None, :],
+            record_page_stride, RECORD_STRIDE, PAGE_SIZE,
+            LATENT, VECTORS, VECTOR, CODES, SCALES, True,
+        )  # fmt: skip
     else:
-        # Halves of an odd width do not fall on a power of two: gather the partner's code.
-        feature = tl.arange(0, PADDED)
-        partner = tl.minimum(feature + WIDTH // 2, PADDED - 1)
-        index = tl.zeros([BLOCK, PADDED], tl.int32) + partner[None, :]
-        packed = (codes | (tl.gather(codes, index, 1) << 4)).to(tl.uint8)
-        mask = new[:, None] & (feature[None, :] < WIDTH // 2)
-        tl.store(at + rows[:, None] + feature[None, :], packed, mask=mask)
+        # In small parts: what is rare must not take the registers of what is not.
+        for lane in range(VECTOR):
+            _store_tokens(
+                source, records, table, start, g, vector + lane,
+                record_page_stride, RECORD_STRIDE, PAGE_SIZE,
+                LATENT, VECTORS, 1, CODES, SCALES, False,
+            )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["groups_per_sequence"])
+@triton.jit
 def _write(
     cache,
     records,
@@ -571,15 +859,13 @@ def _write(
     cu_seqlens_new,
     amax,
     cache_page_stride,
-    cache_token_stride,
     record_page_stride,
-    record_token_stride,
     table_stride,
-    groups_per_sequence,
+    CACHE_STRIDE: tl.constexpr,
+    RECORD_STRIDE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
-    ROPE_PADDED: tl.constexpr,
     K_FORMAT: tl.constexpr,
     K_ROPE_FORMAT: tl.constexpr,
     V_FORMAT: tl.constexpr,
@@ -589,99 +875,73 @@ def _write(
     K_ROPE_SCALES: tl.constexpr,
     V_CODES: tl.constexpr,
     V_SCALES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ITEMS: tl.constexpr,
+    ROPE_GROUPS: tl.constexpr,
+    ROPE_SPLIT: tl.constexpr,
+    ROPE_ITEMS: tl.constexpr,
+    ROPE_SIZE: tl.constexpr,
+    VECTORS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    ROPE_PART: tl.constexpr,
+    TOKEN_PART: tl.constexpr,
+    TOKEN_PARTS: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
-    """One group of 16 token positions of one sequence."""
-    program = tl.program_id(0)
-    sequence = program // groups_per_sequence
+    """One part of what is to be written for one group of 16 token positions of one sequence.
+
+    Parts below ROPE_PART quantize ITEMS blocks of either half of the latent along features, for K
+    and for V in FP8; ROPE_PART does K's rope part, of ROPE_GROUPS groups at once; TOKEN_PARTS from
+    TOKEN_PART on quantize VECTORS · VECTOR features of V along tokens.
+    TOKENS: 16, or 1 where only one can be new.
+    """
+    part = tl.program_id(0) % PARTS
+    number = tl.program_id(0) // PARTS
+    sequence = tl.program_id(1)
+    k_amax, k_rope_amax, v_amax = tl.load(amax + 2), tl.load(amax + 3), tl.load(amax + 4)
     length = tl.load(seq_lens + sequence)
     if cu_seqlens_new is None:
         count = 1
     else:
-        begin = tl.load(cu_seqlens_new + sequence)
-        count = tl.load(cu_seqlens_new + sequence + 1) - begin
+        count = tl.load(cu_seqlens_new + sequence + 1) - tl.load(cu_seqlens_new + sequence)
     first = tl.maximum(length - count, 0)
-    group = first // BLOCK + program % groups_per_sequence
-    if (group * BLOCK < length) & (first < length):
-        start = group * BLOCK
-        tokens = tl.arange(0, BLOCK)
-        positions = start + tokens
-        present = positions < length
-        new = present & (positions >= first)
+    start = (first // BLOCK + number) * BLOCK
+    if (start < length) & (first < length):
         table = block_table + sequence.to(tl.int64) * table_stride
-        rows = token_rows(
-            table,
-            start,
-            tokens,
-            present,
-            cache_page_stride,
-            cache_token_stride,
-            BLOCK,
-            PAGE_SIZE,
-            True,
-        )
-        record_rows = token_rows(
-            table,
-            start,
-            tokens,
-            present,
-            record_page_stride,
-            record_token_stride,
-            BLOCK,
-            PAGE_SIZE,
-            True,
-        )
-        if K_FORMAT != FORMAT_NONE:
-            _store_k_part(
-                cache,
-                records,
-                rows,
-                record_rows,
-                present,
-                new,
-                global_scale(tl.load(amax + 2), K_FORMAT),
-                LATENT,
-                LATENT,
-                K_FORMAT,
-                K_CODES,
-                K_SCALES,
-            )
-        if ROPE > 0 and K_ROPE_FORMAT != FORMAT_NONE:
-            _store_k_part(
-                cache + LATENT,
-                records,
-                rows,
-                record_rows,
-                present,
-                new,
-                global_scale(tl.load(amax + 3), K_ROPE_FORMAT),
-                ROPE,
-                ROPE_PADDED,
-                K_ROPE_FORMAT,
-                K_ROPE_CODES,
-                K_ROPE_SCALES,
-            )
-        if V_FORMAT != FORMAT_NONE:
-            g = global_scale(tl.load(amax + 4), V_FORMAT)
-            feature = tl.arange(0, LATENT)
+        if TOKENS == 1:
+            k_start = first
+        else:
+            k_start = start
+        if part < ROPE_PART:
+            if K_FORMAT != FORMAT_NONE:
+                _write_features(
+                    cache, records, table, k_start, first, length, k_amax, part * ITEMS,
+                    cache_page_stride, record_page_stride, CACHE_STRIDE, RECORD_STRIDE, PAGE_SIZE,
+                    TOKENS, LATENT, ITEMS, BLOCK, SPLIT, K_FORMAT, K_CODES, K_SCALES,
+                )  # fmt: skip
             if V_FORMAT == FORMAT_FP8:
-                at = cache + rows[:, None] + feature[None, :]
-                x = tl.load(at, mask=present[:, None], other=0.0).to(tl.float32)
-                codes = encode_e4m3(quantize_fp8(x, g)).to(tl.uint8)
-                out = records + V_CODES + record_rows[:, None] + feature[None, :]
-                tl.store(out, codes, mask=new[:, None])
-            elif group * BLOCK + BLOCK <= length:
-                at = cache + rows[:, None] + feature[None, :]
-                codes, scales = _encode_nvfp4(tl.load(at).to(tl.float32), g, 0)
-                PAIRS: tl.constexpr = BLOCK // 2
-                SHARE: tl.constexpr = LATENT // BLOCK
-                # Neighbouring tokens share a byte; then features first, tokens second.
-                even, odd = tl.split(tl.permute(tl.reshape(codes, [PAIRS, 2, LATENT]), [2, 0, 1]))
-                packed = tl.reshape((even | (odd << 4)).to(tl.uint8), [BLOCK, SHARE * PAIRS])
-                out = records + V_CODES + record_rows[:, None]
-                tl.store(out + tl.arange(0, SHARE * PAIRS)[None, :], packed)
-                out = records + V_SCALES + record_rows[:, None]
-                scales = tl.reshape(scales.to(tl.uint8), [BLOCK, SHARE])
-                tl.store(out + tl.arange(0, SHARE)[None, :], scales)
+                _write_features(
+                    cache, records, table, k_start, first, length, v_amax, part * ITEMS,
+                    cache_page_stride, record_page_stride, CACHE_STRIDE, RECORD_STRIDE, PAGE_SIZE,
+                    TOKENS, LATENT, ITEMS, BLOCK, SPLIT, V_FORMAT, V_CODES, V_SCALES,
+                )  # fmt: skip
+        if ROPE_ITEMS > 0:  # noqa: SIM102
+            if (part == ROPE_PART) & (number % ROPE_GROUPS == 0):
+                _write_features(
+                    cache + LATENT, records, table, k_start, first, length, k_rope_amax, 0,
+                    cache_page_stride, record_page_stride, CACHE_STRIDE, RECORD_STRIDE, PAGE_SIZE,
+                    TOKENS * ROPE_GROUPS, ROPE, ROPE_ITEMS, ROPE_SIZE, ROPE_SPLIT,
+                    K_ROPE_FORMAT, K_ROPE_CODES, K_ROPE_SCALES,
+                )  # fmt: skip
+        if TOKEN_PARTS > 0:
+            here = (part >= TOKEN_PART) & (part < TOKEN_PART + TOKEN_PARTS)
+            if here & (start + BLOCK <= length):
+                _write_tokens(
+                    cache, records, table, start, v_amax, (part - TOKEN_PART) * VECTORS * VECTOR,
+                    cache_page_stride, record_page_stride, CACHE_STRIDE, RECORD_STRIDE, PAGE_SIZE,
+                    LATENT, VECTORS, VECTOR, V_CODES, V_SCALES,
+                )  # fmt: skip
 
 
 def allocate(
@@ -769,7 +1029,8 @@ def write_operands(
     block_size = NVFP4.block_size or 1
     # n consecutive positions touch at most this many groups.
     groups = (max_new_tokens + 2 * block_size - 2) // block_size
-    _write[(batch * groups,)](
+    constants = _write_constants(layout, cache.element_size(), max_new_tokens)
+    _write[(constants["PARTS"] * groups, batch)](
         cache,
         records,
         block_table,
@@ -777,21 +1038,86 @@ def write_operands(
         cu_seqlens_new,
         amax,
         cache.stride(0),
-        cache.stride(1),
         records.stride(0),
-        records.stride(1),
         block_table.stride(0),
-        groups,
+        CACHE_STRIDE=cache.stride(1),
+        RECORD_STRIDE=records.stride(1),
         PAGE_SIZE=cache.shape[1],
         LATENT=layout.latent_width,
         ROPE=layout.rope_width,
-        ROPE_PADDED=triton.next_power_of_2(max(layout.rope_width, block_size)),
         K_FORMAT=FORMAT_CODES[layout.k_format],
         K_ROPE_FORMAT=FORMAT_CODES[layout.rope_format],
         V_FORMAT=FORMAT_CODES[layout.v_format],
         **layout.kernel_constants(),
-        num_warps=4,
+        **constants,
     )
+
+
+class WriteTiling(NamedTuple):
+    """How the writing of a group of 16 tokens is cut into programs.
+
+    Attributes:
+        features: Of a program that quantizes along features, half of them in either half.
+        v_features: Of a program that quantizes along tokens.
+        vector: Of those, neighbours in one thread.
+        together: Whether these programs are the same.
+        whole_blocks: Whether a thread has whole blocks along features, too.
+        warps: Of all programs.
+    """
+
+    features: int
+    v_features: int
+    vector: int
+    together: bool
+    whole_blocks: bool
+    warps: int
+
+
+# Latency decides: many programs, each with little to do.
+ONE_TOKEN = WriteTiling(512, 128, 1, False, False, 4)
+FEW_TOKENS = WriteTiling(128, 128, 1, False, False, 4)
+# Instructions decide: no block scale is computed twice, the latent is read from memory once.
+MANY_TOKENS = WriteTiling(512, 512, 4, True, True, 4)
+
+
+def _write_constants(
+    layout: OperandLayout, element_size: int, max_new_tokens: int
+) -> dict[str, int]:
+    """What `_write` is compiled for beside the layout."""
+    block_size = NVFP4.block_size or 1
+    if max_new_tokens == 1:
+        tiling = ONE_TOKEN
+    else:
+        tiling = FEW_TOKENS if max_new_tokens <= block_size else MANY_TOKENS
+    width, rope = layout.latent_width, layout.rope_width
+    features, v_features = min(tiling.features, width), min(tiling.v_features, width)
+    vector = min(tiling.vector, v_features)
+    along_features = layout.k_format != "none" or layout.v_format == "fp8"
+    feature_parts = width // features if along_features else 0
+    rope_size = block_size if rope % (2 * block_size) == 0 else block_size // 2
+    rope_items = rope // 2 // rope_size if layout.rope_format != "none" else 0
+    token_parts = width // v_features if layout.v_format == "nvfp4" else 0
+    token_part = 0 if tiling.together else feature_parts + int(rope_items > 0)
+    # Parts of 16 bytes, or one.
+    split, rope_split = (
+        size * element_size // 16 if tiling.whole_blocks else 1 for size in (block_size, rope_size)
+    )
+    return {
+        "TOKENS": 1 if max_new_tokens == 1 else block_size,
+        "SPLIT": split,
+        "ITEMS": features // 2 // block_size,
+        "ROPE_GROUPS": 4 if tiling.whole_blocks else 1,
+        "ROPE_SPLIT": rope_split,
+        "ROPE_ITEMS": triton.next_power_of_2(rope_items) if rope_items else 0,
+        "ROPE_SIZE": rope_size,
+        "VECTORS": v_features // vector,
+        "VECTOR": vector,
+        "ROPE_PART": feature_parts,
+        "TOKEN_PART": token_part,
+        "TOKEN_PARTS": token_parts,
+        "PARTS": max(feature_parts + int(rope_items > 0), token_part + token_parts),
+        "num_warps": tiling.warps,
+    }
 
 
 CACHE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)

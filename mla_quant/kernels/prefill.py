@@ -107,7 +107,7 @@ def quantize_p_blocks(p, block_max, inverse, inverse_block, DTYPE: tl.constexpr)
         DTYPE: bfloat16, float16 or float32.
     """
     scale = round_e4m3_magnitude(tl.minimum(block_max * inverse_block, E4M3_MAX))
-    factor = tl.where(scale > 0, tl.div_rn(inverse + tl.zeros_like(scale), scale), 0.0)
+    factor = tl.where(scale > 0, tl.div_rn(inverse, scale), 0.0)
     scaled = p * per_block(factor)
     # Beyond 6 only where a scale is subnormal, or P exceeds its amax.
     if tl.bfloat16 == DTYPE and not INTERPRETED:
@@ -202,7 +202,6 @@ def _add_tile(
     GROUP: tl.constexpr,
     ORDERED: tl.constexpr,
     TOKENS: tl.constexpr,
-    LAZY: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Add one tile of keys. MASKED: some rows may not read some of them."""
@@ -272,13 +271,7 @@ def _add_tile(
         values = tl.load(v_rows + feature)
     else:
         values = tl.load(v_rows + feature, mask=feature < V_WIDTH, other=0.0)
-    if LAZY:
-        # An integer reference rarely moves: for most tiles there is nothing to rescale.
-        if tl.max((new_reference != reference).to(tl.int32), 0) > 0:
-            acc = acc * shrink[:, None]
-    else:
-        acc = acc * shrink[:, None]
-    acc = dot(carrier, values, acc)
+    acc = dot(carrier, values, acc * shrink[:, None])
     return acc, total, new_reference
 
 
@@ -322,7 +315,6 @@ def _prefill_kernel(
     HAS_QUERY_STARTS: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
-    LAZY: tl.constexpr,
 ):
     """One program: ROWS queries of one head of one sequence."""
     program = tl.program_id(0)
@@ -409,31 +401,28 @@ def _prefill_kernel(
                 acc, total, reference, q_low, q_high, k_head, v_head, tile * TOKENS - shift,
                 stride_kt, stride_vt, keys, limits, positions, key_start, scale, inverse,
                 inverse_block, sink_tokens, recent_tokens, LOW, HIGH, WIDTH, V_WIDTH, V_PADDED,
-                P_FORMAT, GROUP, ordered, TOKENS, LAZY, True,
+                P_FORMAT, GROUP, ordered, TOKENS, True,
             )  # fmt: skip
         for tile in range(lead, whole_tiles):
             acc, total, reference = _add_tile(
                 acc, total, reference, q_low, q_high, k_head, v_head, tile * TOKENS - shift,
                 stride_kt, stride_vt, keys, limits, positions, key_start, scale, inverse,
                 inverse_block, sink_tokens, recent_tokens, LOW, HIGH, WIDTH, V_WIDTH, V_PADDED,
-                P_FORMAT, GROUP, ordered, TOKENS, LAZY, False,
+                P_FORMAT, GROUP, ordered, TOKENS, False,
             )  # fmt: skip
         for tile in range(whole_tiles, tiles):
             acc, total, reference = _add_tile(
                 acc, total, reference, q_low, q_high, k_head, v_head, tile * TOKENS - shift,
                 stride_kt, stride_vt, keys, limits, positions, key_start, scale, inverse,
                 inverse_block, sink_tokens, recent_tokens, LOW, HIGH, WIDTH, V_WIDTH, V_PADDED,
-                P_FORMAT, GROUP, ordered, TOKENS, LAZY, True,
+                P_FORMAT, GROUP, ordered, TOKENS, True,
             )  # fmt: skip
         if P_FORMAT == FORMAT_NVFP4:
             total = tl.sum(tl.sum(total, 2), 1)
 
         out_rows = out + ((q_first + row).to(tl.int64)[:, None] * heads + head) * V_WIDTH
         feature = tl.arange(0, V_PADDED)[None, :]
-        result = (
-            acc
-            * tl.where(total > 0, tl.div_rn(out_scale + tl.zeros_like(total), total), 0.0)[:, None]
-        )
+        result = acc * tl.where(total > 0, tl.div_rn(out_scale, total), 0.0)[:, None]
         result = tl.where((total == total)[:, None], result, float("nan"))
         tl.store(
             out_rows + feature,
@@ -455,14 +444,12 @@ class PrefillConfig(NamedTuple):
         tokens: Keys of a tile.
         num_warps: Warps of a program.
         num_stages: Stages of the software pipeline.
-        lazy: Rescale the output only where some row's reference point moved.
     """
 
     rows: int
     tokens: int
     num_warps: int
     num_stages: int
-    lazy: bool = False
 
 
 def prefill_configs(
@@ -697,7 +684,6 @@ def prefill_attention(
         HAS_QUERY_STARTS=query_starts is not None,
         ROWS=config.rows,
         TOKENS=config.tokens,
-        LAZY=config.lazy,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

@@ -7,6 +7,8 @@ NaN.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -24,19 +26,89 @@ from mla_quant.kernels.numerics import (
     validity,
 )
 
-_BLOCKS_PER_PROGRAM = 256
-_TOKEN_COLUMNS = 128
+
+class FeatureTiling(NamedTuple):
+    """How a program of `quantize_features` is cut; `eviction`: what its loads ask of L2."""
+
+    blocks: int
+    warps: int
+    eviction: str = ""
+
+
+class TokenTiling(NamedTuple):
+    """How a program of `quantize_tokens` is cut: a thread has `vector` neighbouring columns."""
+
+    columns: int
+    vector: int
+    warps: int
+    eviction: str = "evict_first"
+
+
+FEATURE_TILING = FeatureTiling(256, 4)
+TOKEN_TILING = TokenTiling(128, 4, 1)
 
 
 @triton.jit
 def _carrier(x, amax, FORMAT: tl.constexpr, AXIS: tl.constexpr, ORDINARY: tl.constexpr):
     """Carrier of fp32 `x` with blocks as axis `AXIS`; `amax` broadcasts against `x`."""
     g = global_scale(amax, FORMAT)
-    if FORMAT == FORMAT_FP8:
-        value = quantize_fp8(x, g, ORDINARY) * validity(amax)
+    if ORDINARY:  # Which an amax that is not above 0 never is.
+        factor = 1.0
     else:
-        value = quantize_nvfp4(x, g, AXIS, ORDINARY, validity(amax))
+        factor = validity(amax)
+    if FORMAT == FORMAT_FP8:
+        value = quantize_fp8(x, g, ORDINARY) * factor
+    else:
+        value = quantize_nvfp4(x, g, AXIS, ORDINARY, factor)
     return value
+
+
+@triton.jit
+def _feature_blocks(
+    x,
+    out,
+    first,
+    number,
+    total,
+    stride_token,
+    stride_head,
+    HEADS: tl.constexpr,
+    WIDTH_0: tl.constexpr,
+    WIDTH_1: tl.constexpr,
+    BLOCKS_0: tl.constexpr,
+    BLOCKS_1: tl.constexpr,
+    WHOLE: tl.constexpr,
+    EVEN_ROWS: tl.constexpr,
+    CONTIGUOUS: tl.constexpr,
+):
+    """Blocks `first + number` of 16 features, counted along rows of tokens · heads.
+
+    Where each element is and goes, whether it exists, and whether the block is of the second part.
+    """
+    lane = tl.arange(0, BLOCK)[None, :]
+    row = (first + number) // (BLOCKS_0 + BLOCKS_1)
+    block = (first + number) % (BLOCKS_0 + BLOCKS_1)
+    second = block >= BLOCKS_0
+    start = tl.where(second, WIDTH_0 + (block - BLOCKS_0) * BLOCK, block * BLOCK)
+    end = tl.where(second, WIDTH_0 + WIDTH_1, WIDTH_0)
+    feature = start[:, None] + lane
+    exists = (first + number < total)[:, None]
+    if not WHOLE:
+        exists = exists & (feature < end[:, None])
+    wide_row = row.to(tl.int64)
+    linear = first.to(tl.int64) * BLOCK + (number[:, None] * BLOCK + lane)
+    if CONTIGUOUS and WHOLE:
+        source = x + linear
+    elif EVEN_ROWS:
+        source = x + (wide_row * stride_head)[:, None] + feature
+    else:
+        at = (wide_row // HEADS) * stride_token + (wide_row % HEADS) * stride_head
+        source = x + at[:, None] + feature
+    if WHOLE:
+        target = out + linear
+    else:
+        target = out + (wide_row * (WIDTH_0 + WIDTH_1))[:, None] + feature
+    return source, target, exists, second[:, None]
 
 
 @triton.jit
@@ -44,53 +116,60 @@ def _quantize_features_kernel(
     x,
     out,
     amax,
-    rows,
-    heads,
+    total,
     stride_token,
     stride_head,
+    HEADS: tl.constexpr,
     WIDTH_0: tl.constexpr,
     WIDTH_1: tl.constexpr,
-    SEPARATE_AMAX: tl.constexpr,
-    EVEN_ROWS: tl.constexpr,
-    FORMAT: tl.constexpr,
     BLOCKS_0: tl.constexpr,
     BLOCKS_1: tl.constexpr,
     WHOLE: tl.constexpr,
+    SEPARATE_AMAX: tl.constexpr,
+    EVEN_ROWS: tl.constexpr,
+    CONTIGUOUS: tl.constexpr,
+    FULL: tl.constexpr,
+    FORMAT: tl.constexpr,
     BLOCKS: tl.constexpr,
+    PARTS: tl.constexpr,
+    EVICTION: tl.constexpr,
 ):
-    """One program: BLOCKS blocks of 16 features of `rows` = tokens · heads rows."""
-    blocks_row: tl.constexpr = BLOCKS_0 + BLOCKS_1
-    width: tl.constexpr = WIDTH_0 + WIDTH_1
-    number = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
-    row = number // blocks_row
-    block = number % blocks_row
-    second = block >= BLOCKS_0
-    start = tl.where(second, WIDTH_0 + (block - BLOCKS_0) * BLOCK, block * BLOCK)
-    end = tl.where(second, width, WIDTH_0)
-    feature = start[:, None] + tl.arange(0, BLOCK)[None, :]
-    mask = (row < rows)[:, None]
-    if not WHOLE:
-        mask = mask & (feature < end[:, None])
-    wide_row = row.to(tl.int64)
-    if EVEN_ROWS:
-        source = x + wide_row * stride_head
+    """One program: BLOCKS of the `total` blocks of 16 features; FULL: of a program all exist."""
+    first = tl.program_id(0) * BLOCKS
+    source, target, exists, second = _feature_blocks(
+        x, out, first, tl.arange(0, BLOCKS), total, stride_token, stride_head,
+        HEADS, WIDTH_0, WIDTH_1, BLOCKS_0, BLOCKS_1, WHOLE, EVEN_ROWS, CONTIGUOUS,
+    )  # fmt: skip
+    if FULL:
+        values = tl.load(source, eviction_policy=EVICTION)
     else:
-        source = x + (wide_row // heads) * stride_token + (wide_row % heads) * stride_head
-    values = tl.load(source[:, None] + feature, mask=mask, other=0.0).to(tl.float32)
+        values = tl.load(source, mask=exists, other=0.0, eviction_policy=EVICTION)
     amax_0 = tl.load(amax)
+    amax_1 = amax_0
     ordinary = scale_is_ordinary(global_scale(amax_0, FORMAT))
-    amax_rows = amax_0
     if SEPARATE_AMAX:
         amax_1 = tl.load(amax + 1)
         ordinary = ordinary & scale_is_ordinary(global_scale(amax_1, FORMAT))
-        amax_rows = tl.where(second, amax_1, amax_0)[:, None]
-    target = out + (wide_row * width)[:, None] + feature
     if ordinary:
-        carrier = _carrier(values, amax_rows, FORMAT, 1, True)
-        tl.store(target, carrier.to(out.dtype.element_ty), mask=mask)
+        bound = amax_0
+        if SEPARATE_AMAX:
+            bound = tl.where(second, amax_1, amax_0)
+        carrier = _carrier(values.to(tl.float32), bound, FORMAT, 1, True)
+        if FULL:
+            tl.store(target, carrier.to(out.dtype.element_ty))
+        else:
+            tl.store(target, carrier.to(out.dtype.element_ty), mask=exists)
     else:
-        carrier = _carrier(values, amax_rows, FORMAT, 1, False)
-        tl.store(target, carrier.to(out.dtype.element_ty), mask=mask)
+        # In small parts: what is rare must not take the registers of what is not.
+        for part in range(PARTS):
+            at, to, here, later = _feature_blocks(
+                x, out, first, part * (BLOCKS // PARTS) + tl.arange(0, BLOCKS // PARTS), total,
+                stride_token, stride_head,
+                HEADS, WIDTH_0, WIDTH_1, BLOCKS_0, BLOCKS_1, WHOLE, EVEN_ROWS, CONTIGUOUS,
+            )  # fmt: skip
+            some = tl.load(at, mask=here, other=0.0).to(tl.float32)
+            rare = _carrier(some, tl.where(later, amax_1, amax_0), FORMAT, 1, False)
+            tl.store(to, rare.to(out.dtype.element_ty), mask=here)
 
 
 @triton.jit
@@ -100,46 +179,59 @@ def _quantize_tokens_kernel(
     amax,
     cu_seqlens,
     starts,
-    columns,
-    width,
-    max_groups,
-    stride_token,
     stride_head,
-    FORMAT: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
     EVEN_ROWS: tl.constexpr,
     HAS_STARTS: tl.constexpr,
+    FORMAT: tl.constexpr,
     COLUMNS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    EVICTION: tl.constexpr,
 ):
-    """One program: one group of 16 tokens of one sequence, COLUMNS of its heads · width values."""
-    column_blocks = tl.cdiv(columns, COLUMNS)
-    program = tl.program_id(0)
-    column_block = program % column_blocks
-    group = (program // column_blocks) % max_groups
-    sequence = program // column_blocks // max_groups
-    first = tl.load(cu_seqlens + sequence).to(tl.int64)
-    length = tl.load(cu_seqlens + sequence + 1).to(tl.int64) - first
-    shift = 0
+    """One program: one group of 16 tokens of one sequence, COLUMNS of its heads · width values.
+
+    Tiles are [COLUMNS // VECTOR, 16, VECTOR] and threads go along the first axis: whole blocks are
+    of one thread.
+    """
+    ALL: tl.constexpr = HEADS * WIDTH
+    PROGRAMS: tl.constexpr = (ALL + COLUMNS - 1) // COLUMNS
+    part = tl.program_id(0) % PROGRAMS
+    sequence = tl.program_id(1)
+    amax_0 = tl.load(amax)
+    first = tl.load(cu_seqlens + sequence)
+    length = tl.load(cu_seqlens + sequence + 1) - first
+    start = tl.program_id(0) // PROGRAMS * BLOCK
     if HAS_STARTS:
-        shift = tl.load(starts + sequence) % BLOCK
-    token = group * BLOCK - shift + tl.arange(0, BLOCK)
-    if group * BLOCK - shift < length:
-        column = column_block * COLUMNS + tl.arange(0, COLUMNS)
-        mask = ((token >= 0) & (token < length))[:, None] & (column < columns)[None, :]
+        start -= tl.load(starts + sequence) % BLOCK
+    if start < length:
+        ordinary = scale_is_ordinary(global_scale(amax_0, FORMAT))
+        vector = part * COLUMNS + tl.arange(0, COLUMNS // VECTOR)[:, None, None] * VECTOR
+        token = tl.arange(0, BLOCK)[None, :, None]
         if EVEN_ROWS:
-            offset = column
+            vector_at = vector.to(tl.int64)
         else:
-            offset = (column // width) * stride_head + column % width
-        position = first + token
-        source = x + position[:, None] * stride_token + offset[None, :]
-        values = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-        amax_0 = tl.load(amax)
-        target = out + position[:, None] * columns + column[None, :]
-        if scale_is_ordinary(global_scale(amax_0, FORMAT)):
-            carrier = _carrier(values, amax_0, FORMAT, 0, True)
-            tl.store(target, carrier.to(out.dtype.element_ty), mask=mask)
+            vector_at = (vector // WIDTH).to(tl.int64) * stride_head + vector % WIDTH
+        row = (first + start).to(tl.int64)
+        source = x + row * TOKEN_STRIDE + vector_at + token * TOKEN_STRIDE
+        target = out + row * ALL + vector + token * ALL
+        whole = (start >= 0) & (start + BLOCK <= length)
+        if PROGRAMS * COLUMNS != ALL:
+            whole = whole & (part < PROGRAMS - 1)
+        if whole & ordinary:
+            lanes = tl.arange(0, VECTOR)[None, None, :]
+            values = tl.load(source + lanes, eviction_policy=EVICTION).to(tl.float32)
+            carrier = _carrier(values, amax_0, FORMAT, 1, True)
+            tl.store(target + lanes, carrier.to(out.dtype.element_ty))
         else:
-            carrier = _carrier(values, amax_0, FORMAT, 0, False)
-            tl.store(target, carrier.to(out.dtype.element_ty), mask=mask)
+            # In small parts: what is rare must not take the registers of what is not.
+            exists = (start + token >= 0) & (start + token < length)
+            for lane in range(VECTOR):
+                mask = exists & (vector + lane < ALL)
+                values = tl.load(source + lane, mask=mask, other=0.0).to(tl.float32)
+                carrier = _carrier(values, amax_0, FORMAT, 1, False)
+                tl.store(target + lane, carrier.to(out.dtype.element_ty), mask=mask)
 
 
 def quantize_features(
@@ -171,24 +263,32 @@ def quantize_features(
         return out
     size = NVFP4.block_size or 1
     blocks_0, blocks_1 = triton.cdiv(first, size), triton.cdiv(second, size)
-    blocks = tokens * heads * (blocks_0 + blocks_1)
-    _quantize_features_kernel[(triton.cdiv(blocks, _BLOCKS_PER_PROGRAM),)](
+    total = tokens * heads * (blocks_0 + blocks_1)
+    even = x.stride(0) == heads * x.stride(1)
+    whole = first % size == 0 and second % size == 0
+    blocks, warps, eviction = FEATURE_TILING
+    _quantize_features_kernel[(triton.cdiv(total, blocks),)](
         x,
         out,
         amax,
-        tokens * heads,
-        heads,
+        total,
         x.stride(0),
         x.stride(1),
+        HEADS=heads,
         WIDTH_0=first,
         WIDTH_1=second,
-        SEPARATE_AMAX=separate_amax,
-        EVEN_ROWS=x.stride(0) == heads * x.stride(1),
-        FORMAT=FORMAT_CODES[fmt],
         BLOCKS_0=blocks_0,
         BLOCKS_1=blocks_1,
-        WHOLE=first % size == 0 and second % size == 0,
-        BLOCKS=_BLOCKS_PER_PROGRAM,
+        WHOLE=whole,
+        SEPARATE_AMAX=separate_amax,
+        EVEN_ROWS=even,
+        CONTIGUOUS=even and x.stride(1) == width,
+        FULL=whole and total % blocks == 0,
+        FORMAT=FORMAT_CODES[fmt],
+        BLOCKS=blocks,
+        PARTS=4,
+        EVICTION=eviction,
+        num_warps=warps,
     )
     return out
 
@@ -219,28 +319,33 @@ def quantize_tokens(
     if fmt == "fp8":
         return quantize_features(x, fmt, amax, dtype)
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    columns = x.shape[1] * x.shape[2]
+    _, heads, width = x.shape
+    even = x.stride(1) == width
+    columns, vector, warps, eviction = TOKEN_TILING
+    if width % vector and not even:
+        vector = 1
     size = NVFP4.block_size or 1
     # A sequence that does not begin at a multiple of 16 touches one group more.
     groups = triton.cdiv(max_seqlen, size) + int(starts is not None)
-    programs = triton.cdiv(columns, _TOKEN_COLUMNS) * groups * (len(cu_seqlens) - 1)
-    if not out.numel() or not programs:
+    sequences = len(cu_seqlens) - 1
+    if not out.numel() or not groups or not sequences:
         return out
-    _quantize_tokens_kernel[(programs,)](
+    _quantize_tokens_kernel[(triton.cdiv(heads * width, columns) * groups, sequences)](
         x,
         out,
         amax,
         cu_seqlens,
         starts if starts is not None else cu_seqlens,
-        columns,
-        x.shape[2],
-        groups,
-        x.stride(0),
         x.stride(1),
-        FORMAT=FORMAT_CODES[fmt],
-        EVEN_ROWS=x.stride(1) == x.shape[2],
+        TOKEN_STRIDE=x.stride(0),
+        HEADS=heads,
+        WIDTH=width,
+        EVEN_ROWS=even,
         HAS_STARTS=starts is not None,
-        COLUMNS=_TOKEN_COLUMNS,
-        num_warps=1,
+        FORMAT=FORMAT_CODES[fmt],
+        COLUMNS=columns,
+        VECTOR=vector,
+        EVICTION=eviction,
+        num_warps=warps,
     )
     return out

@@ -89,7 +89,12 @@ def compile_launch(
             if value % 16 == 0:
                 attributes[(i,)] = [["tt.divisibility", 16]]
     assert list(signature) == names
-    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        source = GluonASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+    else:
+        source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
@@ -143,7 +148,13 @@ def decode_calls(capability: tuple[int, int]) -> Iterator[Callable[[], object]]:
         records = None
         if layout is not None:
             records = operand_cache.allocate(2, page, layout, "cpu")
-            operand_cache.write_operands(cache, records, layout, table, lengths, amax)
+            # A decode step, speculative tokens, a prefill: a tiling each.
+            for new in (1, 4, 100):
+                starts = torch.tensor([0, new], dtype=torch.int32)
+                operand_cache.write_operands(
+                    cache, records, layout, table, lengths, amax,
+                    cu_seqlens_new=starts if new > 1 else None, max_new_tokens=new,
+                )  # fmt: skip
         original = decode._device_properties
         decode._device_properties = lambda device: (number, 8)  # type: ignore[assignment]
         try:
@@ -177,9 +188,12 @@ def decode_calls(capability: tuple[int, int]) -> Iterator[Callable[[], object]]:
     splits = itertools.cycle((1, 2, 7, 33, 128))
     for source, formats, layout in cases:
         for configuration in decode.configurations(number, source):
-            # As many heads as choose this configuration.
-            heads, num_splits = configuration.block_rows, next(splits)
-            yield lambda f=formats, a=layout, h=heads, n=num_splits: call(f, a, h, num_splits=n)
+            kwargs = {"num_splits": next(splits), "configuration": configuration}
+            heads = configuration.block_rows
+            yield lambda f=formats, a=layout, h=heads, k=kwargs: call(f, a, h, **k)
+    if number == 90:
+        yield lambda: call(nvfp4, stored, 128, num_splits=6)
+        yield lambda: call(none, None, 128, num_splits=6)
     if number == 120:
         yield lambda: call(none, dtype=torch.float32, num_splits=1)
     rope_format = {89: "fp8", 120: "none"}.get(number)

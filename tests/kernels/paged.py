@@ -303,8 +303,17 @@ def in_cache_dtype(call: Paged, query: Tensor, formats: OperandFormats) -> Tenso
     return query
 
 
-def compare(got: tuple[Tensor, Tensor], want: Expected, tokens: int | None = None) -> None:
-    """Every element within its bound; nothing more than the expected tokens is 0 / -inf."""
+def compare(
+    got: tuple[Tensor, Tensor],
+    want: Expected,
+    tokens: int | None = None,
+    open_share: float = 0.005,
+) -> None:
+    """Every element within its bound; nothing more than the expected tokens is 0 / -inf.
+
+    At most `open_share` of the decisions on P may be ones that float32 arithmetic can turn; the
+    worst case of a sum, and with it the share, grows with the width.
+    """
     out, lse = (x.detach().double().cpu().numpy() for x in got)
     count = want.out.shape[0]
     assert out.shape == (tokens or count, *want.out.shape[1:])
@@ -325,7 +334,7 @@ def compare(got: tuple[Tensor, Tensor], want: Expected, tokens: int | None = Non
     lse_error = np.abs(np.where(empty, 0, lse) - np.where(empty, 0, want.lse))
     assert (lse_error <= want.lse_bound).all(), (lse_error.max(), want.lse_bound.max())
     # The bound says something: almost all decisions on P are forced.
-    assert want.open_decisions <= max(4, 0.005 * want.elements)
+    assert want.open_decisions <= max(4, open_share * want.elements)
 
 
 def reference_attention(

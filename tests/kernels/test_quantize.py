@@ -104,6 +104,16 @@ def test_tokens_of_several_sequences(fmt, starts, device) -> None:
         assert_same(got[cu[i] : cu[i + 1]], expected.reshape(length, 3, 24))
 
 
+@pytest.mark.parametrize("fmt", ["fp8", "nvfp4"])
+def test_whole_groups_of_wide_tokens(fmt, device) -> None:
+    """Groups inside a sequence and columns that fill a tile take a path without masks."""
+    x = torch.randn(40, 3, 128)
+    cu = torch.tensor([0, 40], dtype=torch.int32, device=device)
+    amax = torch.tensor([4.0], device=device)
+    got = quantize_tokens(x.to(device), fmt, amax, torch.bfloat16, cu, 40)
+    assert_same(got, want(x, fmt, 4.0, axis=0))
+
+
 def test_token_strides(device) -> None:
     x = torch.randn(3, 20, 40)[..., :32].transpose(0, 1)
     cu = torch.tensor([0, 20], dtype=torch.int32, device=device)
