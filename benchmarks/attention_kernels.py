@@ -476,6 +476,11 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def identity(measured: dict[str, Any]) -> tuple[Any, ...]:
+    """What a row is of; peers are measured anew in every run."""
+    return (*(str(measured.get(k)) for k in ("kind", "shape", "name", "configuration")),)
+
+
 def version_of(package: str) -> str:
     """Version of an installed package, "none" without it."""
     from importlib.metadata import PackageNotFoundError, version
@@ -491,12 +496,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="*", choices=tuple(SECTIONS), default=tuple(SECTIONS))
     parser.add_argument("--sweep", action="store_true", help="also tilings that are no default")
+    parser.add_argument(
+        "--decode-kinds", nargs="*", choices=tuple(DECODE_KINDS), default=tuple(DECODE_KINDS)
+    )
+    parser.add_argument(
+        "--update", action="store_true", help="keep what an earlier run measured and this does not"
+    )
     parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("--readme", action="store_true", help="render the results, run nothing")
     args = parser.parse_args()
     if args.readme:
         insert("kernels", markdown(json.loads(args.out.read_text(encoding="utf-8"))))
         return
+    for kind in set(DECODE_KINDS) - set(args.decode_kinds):
+        del DECODE_KINDS[kind]
+    earlier = []
+    if args.update:
+        earlier = json.loads(args.out.read_text(encoding="utf-8"))["rows"]
     result = {
         **hardware("cuda"),
         "triton": version_of("triton"),
@@ -505,12 +521,16 @@ def main() -> None:
         "rows": [],
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
+    written = result
     for name in args.only:
         section: Any = SECTIONS[name]
         for measured in section(args.sweep):
             result["rows"].append(measured)
-            args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(markdown(result))
+            known = {identity(r) for r in result["rows"]}
+            written = {**result, "rows": [r for r in earlier if identity(r) not in known]}
+            written["rows"] += result["rows"]
+            args.out.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+    print(markdown(written))
 
 
 if __name__ == "__main__":
