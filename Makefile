@@ -6,13 +6,15 @@ VENV ?= .venv
 PIP_ARGS ?=
 # More options for pytest, for example PYTEST_ARGS="-k recipes -x"
 PYTEST_ARGS ?=
+# Where the environments with vLLM go, a few gigabytes each; a folder elsewhere outlives the clone.
+VLLM_ENVS ?= build/vllm-envs
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO := build/demo
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-gpu check format bench bench-gpu clean distclean
+.PHONY: help install demo test vllm-envs test-vllm test-gpu check format bench bench-gpu clean distclean
 .DELETE_ON_ERROR:
 
 help: ## Show this list
@@ -36,8 +38,15 @@ demo: $(STAMP) ## Calibrate, evaluate and verify the example model
 	@echo "Report:     $(DEMO)/report/report.html"
 
 # Two workers with one thread each: more threads than cores make torch slower, not faster.
-test: $(STAMP) ## Run the tests that need no GPU
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not gpu" --ignore=tests/gpu $(PYTEST_ARGS) tests
+test: $(STAMP) ## Run the tests that need neither a GPU nor vLLM
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not gpu" --ignore=tests/gpu --ignore=tests/vllm $(PYTEST_ARGS) tests
+
+vllm-envs: $(STAMP) ## Create the virtual environments with vLLM, one for each version
+	MLA_QUANT_VLLM_ENVS='$(VLLM_ENVS)' $(BIN)/python -m tests.vllm.environments $(PIP_ARGS)
+
+# By files, since the tests of a file share what a vLLM computed.
+test-vllm: vllm-envs ## Run tests/vllm, with a real vLLM on the CPU
+	MLA_QUANT_VLLM_ENVS='$(VLLM_ENVS)' OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS) tests/vllm
 
 test-gpu: ## Run tests/gpu and tests/kernels with $(PYTHON) as it is, without the virtual environment
 	PYTHONPATH=. $(PYTHON) -m pytest $(PYTEST_ARGS) tests/gpu tests/kernels
@@ -59,9 +68,10 @@ bench-gpu: ## Measure calibration and kernels on CUDA with $(PYTHON) as it is
 	PYTHONPATH=. $(PYTHON) -m benchmarks.calibration_overhead --device cuda
 	PYTHONPATH=. $(PYTHON) -m benchmarks.attention_kernels
 
-clean: ## Remove what was built and cached, but not the virtual environment
-	rm -rf build dist .coverage htmlcov .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
-	find . -path ./.git -prune -o -path './$(VENV)' -prune -o -type d -name __pycache__ -exec rm -rf {} +
+clean: ## Remove what was built and cached, but not the virtual environments
+	test ! -d build || find build -mindepth 1 -maxdepth 1 ! -name vllm-envs -exec rm -rf {} +
+	rm -rf dist .coverage htmlcov .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -path ./.git -prune -o -path './$(VENV)' -prune -o -path ./build -prune -o -type d -name __pycache__ -exec rm -rf {} +
 
-distclean: clean ## Remove the virtual environment too
-	rm -rf '$(VENV)'
+distclean: clean ## Remove the virtual environments too
+	rm -rf '$(VENV)' build

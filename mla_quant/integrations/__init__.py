@@ -1,0 +1,1 @@
+"""Engines that serve models with quantized attention. Nothing here imports an engine by itself."""

@@ -1,0 +1,429 @@
+"""Quantized MLA attention inside vLLM 0.26 to 0.33, on the TRITON_MLA backend.
+
+`register` is vLLM's plugin: it makes every model load look for the settings that
+`mla-quant calibrate` wrote beside the weights, and installs them if there are any. `install` does
+the same by hand, for a model that is loaded already. Neither this module nor the plugin imports
+vLLM's model code before a model is loaded.
+
+Installing plans all layers first, and changes none if any cannot be served.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from mla_quant.errors import ConfigError
+from mla_quant.recipes import OPERANDS, Recipe, load_recipe
+from mla_quant.reference import RANKED_PATTERNS, Sparsity
+from mla_quant.settings import (
+    SETTINGS_FILE,
+    LayerSettings,
+    OperandSettings,
+    Settings,
+    read_settings,
+)
+
+# Below vLLM's own logger, whose handlers and level users have set up.
+logger = logging.getLogger("vllm.mla_quant")
+
+_LAYER_SUFFIXES = (".mla_attn", ".attn")
+"""What vLLM appends to the name of an attention module for the attention proper."""
+SIDE_CACHE = "mla_quant_side_cache"
+"""Key of vLLM's `--additional-config`: false keeps the KV cache as it is, and quantizes K and V
+whenever they are read."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerPlan:
+    """What one attention layer will compute.
+
+    Attributes:
+        name: Name of the Hugging Face module, as in the settings.
+        settings: Formats and amax of its operands.
+        sparsity: Of the scores, or None.
+        sparse_decode: Whether steps of one token are sparse too.
+        side_cache: Whether the KV cache also holds quantized operands.
+        rope_in_halves: Whether transformers rotates this model's rope part in an order of halves
+            where vLLM does it in neighbouring pairs. The scores are the same, but not the blocks
+            of 16 features that share a scale; then vLLM's order is changed to that of calibration.
+    """
+
+    name: str
+    settings: LayerSettings
+    sparsity: Sparsity | None
+    sparse_decode: bool
+    side_cache: bool
+    rope_in_halves: bool
+
+    def formats(self, operands: tuple[str, ...]) -> tuple[str, ...]:
+        """Format names of operands."""
+        return tuple(self.settings.operand(o).format for o in operands)
+
+    def amax(self, operands: tuple[str, ...]) -> list[float]:
+        """amax of operands; 1 for those that are not quantized, which nothing reads."""
+        values = (self.settings.operand(o).amax for o in operands)
+        return [1.0 if value is None else value for value in values]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """All layers of a model.
+
+    Attributes:
+        layers: Attention layers of vLLM by their name there, and what they will compute.
+        untouched: Names of attention layers that stay as they are.
+    """
+
+    layers: Mapping[str, LayerPlan]
+    untouched: tuple[str, ...]
+
+    def summary(self) -> str:
+        """One line for the log."""
+        formats = {
+            " ".join(
+                f"{letter.upper()} {plan.settings.operand(operand).format}"
+                for letter, operand in zip("qkpv", ("q", "k", "p", "v"), strict=True)
+            )
+            for plan in self.layers.values()
+        }
+        first = next(iter(self.layers.values()))
+        sparse = f", {first.sparsity.n}:{first.sparsity.m} scores" if first.sparsity else ""
+        cache = "side cache of operands" if first.side_cache else "operands quantized on read"
+        left = f"; untouched: {', '.join(self.untouched)}" if self.untouched else ""
+        listed = "; ".join(sorted(formats)) + sparse
+        return (
+            f"mla_quant: {len(self.layers)} attention layers quantized ({listed}), fused kernels, "
+            f"{cache}{left}"
+        )
+
+
+def find_settings(model: str, revision: str | None = None) -> Settings | None:
+    """Settings beside a model's weights: in its folder, or in the local Hugging Face cache.
+
+    Raises:
+        CheckpointError: There is a file and it is not valid.
+    """
+    folder = Path(model)
+    if folder.is_dir():
+        return read_settings(folder) if (folder / SETTINGS_FILE).is_file() else None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        path = try_to_load_from_cache(model, SETTINGS_FILE, revision=revision)
+    except HFValidationError:
+        return None
+    return read_settings(Path(path).parent) if isinstance(path, str) else None
+
+
+def with_recipe(settings: Settings, recipe: Recipe) -> Settings:
+    """Settings with the formats of another recipe, and the amax that were calibrated.
+
+    Raises:
+        ConfigError: An operand that the recipe quantizes has no amax.
+    """
+    layers, missing = {}, []
+    for name, layer in settings.layers.items():
+        formats = recipe.attention.formats_of_layer(name)
+        operands = {}
+        for operand in OPERANDS:
+            amax = layer.operand(operand).amax
+            fmt = formats[operand]
+            if operand == "p" and recipe.attention.p_amax != "calibrated":
+                amax = float(recipe.attention.p_amax)
+            if fmt != "none" and amax is None:
+                missing.append(f"{name}.{operand}")
+            operands[operand] = OperandSettings(format=fmt, amax=amax)
+        layers[name] = LayerSettings.from_operands(operands)
+    if missing:
+        raise ConfigError(
+            f"no amax for {len(missing)} operands that the recipe quantizes and the settings do "
+            f"not: {', '.join(missing[:4])}; calibrate with this recipe"
+        )
+    return settings.model_copy(update={"recipe": recipe, "layers": layers})
+
+
+def plan(model: torch.nn.Module, settings: Settings, vllm_config: Any) -> Plan:
+    """Decide what every attention layer of a vLLM model will compute, changing nothing.
+
+    Raises:
+        ConfigError: With every reason why some layer cannot be served.
+    """
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+
+    additional = vllm_config.additional_config
+    wanted = additional.get(SIDE_CACHE, True) if isinstance(additional, dict) else True
+    problems: list[str] = []
+    if not isinstance(wanted, bool):
+        problems.append(f"additional_config {SIDE_CACHE} is {wanted!r}; it must be true or false")
+    parallel = vllm_config.parallel_config
+    for field in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        size = getattr(parallel, field, 1)
+        if size > 1:
+            problems.append(f"{field} is {size}; context parallelism is not supported, use 1")
+    recipe = settings.recipe.attention
+    sparsity = None
+    if recipe.sparsity is not None:
+        fields = recipe.sparsity
+        sparsity = Sparsity(
+            fields.n, fields.m, fields.dense_sink_tokens, fields.dense_recent_tokens
+        )
+        if (fields.n, fields.m) not in RANKED_PATTERNS:
+            allowed = " and ".join(f"{n}:{m}" for n, m in RANKED_PATTERNS)
+            problems.append(f"sparsity {fields.n}:{fields.m} has no kernel; allowed are {allowed}")
+    if recipe.p_reference != "integer":
+        problems.append(
+            f"p_reference is {recipe.p_reference!r}; kernels have the integer reference point"
+        )
+    layers: dict[str, LayerPlan] = {}
+    untouched = []
+    for name, module in model.named_modules():
+        if not isinstance(module, MLAAttention):
+            continue
+        layer = _hugging_face_name(module.layer_name, settings)
+        if layer is None:
+            untouched.append(module.layer_name)
+            continue
+        problems += [f"{name}: {reason}" for reason in _gates(module, settings.layers[layer])]
+        layers[module.layer_name] = LayerPlan(
+            layer,
+            settings.layers[layer],
+            sparsity,
+            bool(recipe.sparsity and recipe.sparsity.sparse_decode),
+            wanted is True and _has_stored_operands(settings.layers[layer]),
+            _rope_in_halves(vllm_config),
+        )
+    if not layers:
+        ours, theirs = ", ".join(list(settings.layers)[:2]), ", ".join(untouched[:2]) or "none"
+        problems.append(
+            "no MLA attention layer of this model has the name of one in the settings: "
+            f"{ours}, … in the settings, {theirs} in the model"
+        )
+    if problems:
+        listed = "".join(f"\n  - {problem}" for problem in problems)
+        raise ConfigError(f"cannot quantize the attention of this model:{listed}")
+    return Plan(layers, tuple(untouched))
+
+
+def _hugging_face_name(layer_name: str, settings: Settings) -> str | None:
+    """Name in the settings of vLLM's layer, whatever prefix either gives to it."""
+    for suffix in _LAYER_SUFFIXES:
+        layer_name = layer_name.removesuffix(suffix)
+    if layer_name in settings.layers:
+        return layer_name
+    # Multimodal models nest the language model at different places.
+    tail = layer_name[layer_name.find("layers.") :]
+    found = [name for name in settings.layers if name.endswith(tail)]
+    return found[0] if tail.startswith("layers.") and len(found) == 1 else None
+
+
+def _has_stored_operands(settings: LayerSettings) -> bool:
+    return any(settings.operand(o).format != "none" for o in ("k_latent", "k_rope", "v_latent"))
+
+
+# Their configs in transformers say so by default.
+_INTERLEAVED_BY_DEFAULT = ("deepseek_v3", "kimi_k2")
+
+
+def _rope_in_halves(vllm_config: Any) -> bool:
+    config = vllm_config.model_config.hf_text_config
+    default = getattr(config, "model_type", None) in _INTERLEAVED_BY_DEFAULT
+    return bool(getattr(config, "rope_interleave", default))
+
+
+def _gates(layer: Any, settings: LayerSettings) -> list[str]:
+    """Every reason why one layer cannot be served."""
+    from vllm.v1.attention.backends.mla.triton_mla import TritonMLAImpl
+
+    from mla_quant.kernels.operand_cache import check_widths
+
+    impl = layer.impl
+    reasons = []
+    if getattr(impl, "is_sparse", False) or getattr(layer, "indexer", None) is not None:
+        reasons.append("it selects keys with an indexer; sparse attention is not supported")
+    if type(impl) is not TritonMLAImpl:
+        reasons.append(
+            f"its attention is {type(impl).__name__}; start vLLM with --attention-backend "
+            "TRITON_MLA"
+        )
+    if layer.kv_cache_dtype not in ("auto", "bfloat16", "float16"):
+        reasons.append(
+            f"kv_cache_dtype is {layer.kv_cache_dtype!r}; the raw latent is needed, use auto"
+        )
+    if getattr(layer, "calculate_kv_scales", False):
+        reasons.append("calculate_kv_scales is set; it belongs to an fp8 cache, leave it out")
+    if getattr(impl, "q_pad_num_heads", None):
+        reasons.append(f"heads are padded to {impl.q_pad_num_heads}; that is not supported")
+    for field, what in (
+        ("sliding_window", "a sliding window"),
+        ("logits_soft_cap", "a soft cap of the scores"),
+        ("alibi_slopes", "ALiBi"),
+        ("sinks", "attention sinks"),
+    ):
+        if getattr(layer, field, None) or getattr(impl, field, None):
+            reasons.append(f"it has {what}, which is not supported")
+    try:
+        check_widths(impl.kv_lora_rank, impl.qk_rope_head_dim)
+    except ConfigError as error:
+        reasons.append(str(error))
+    nope = impl.qk_nope_head_dim
+    if nope % 16 and "nvfp4" in (settings.q.format, settings.k.format):
+        reasons.append(f"qk_nope_head_dim is {nope}; NVFP4 needs a multiple of 16")
+    for operand in OPERANDS:
+        found = settings.operand(operand)
+        if found.format != "none" and found.amax is None:
+            reasons.append(f"operand {operand} is {found.format} and has no amax; calibrate again")
+    return reasons
+
+
+def publish(model: torch.nn.Module, planned: Plan, vllm_config: Any) -> None:
+    """Make layers compute what was planned; on any failure everything is as it was."""
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+
+    from mla_quant.integrations import vllm_attention
+
+    undo: list[Callable[[], None]] = []
+    try:
+        for module in model.modules():
+            if isinstance(module, MLAAttention) and module.layer_name in planned.layers:
+                layer = planned.layers[module.layer_name]
+                vllm_attention.reclass(module, layer, vllm_config, undo)
+    except BaseException:
+        for step in reversed(undo):
+            step()
+        raise
+
+
+def install(
+    model_or_worker: Any,
+    recipe: Recipe | str | Path | None = None,
+    *,
+    settings: Settings | str | Path | None = None,
+) -> Plan:
+    """Quantize the attention of a model that vLLM has loaded.
+
+    Call it after the model is loaded and before vLLM profiles memory and allocates the KV cache:
+    from a worker class's `load_model`, or by `collective_rpc` on an engine that has not started.
+
+    Args:
+        model_or_worker: A vLLM model, or a worker (or model runner) that holds one.
+        recipe: Formats other than those of the settings; their amax stay.
+        settings: Calibrated settings, or the folder of a checkpoint; None: those of the model.
+
+    Returns:
+        What was installed.
+
+    Raises:
+        ConfigError: Every reason why the model cannot be served so; nothing was changed.
+        CheckpointError: The settings are missing or not valid.
+    """
+    model, vllm_config = _model_and_config(model_or_worker)
+    if settings is None:
+        found = find_settings(vllm_config.model_config.model, vllm_config.model_config.revision)
+        if found is None:
+            raise ConfigError(
+                f"{vllm_config.model_config.model} has no {SETTINGS_FILE}; calibrate it with "
+                "mla-quant calibrate, or pass settings"
+            )
+        settings = found
+    elif not isinstance(settings, Settings):
+        settings = read_settings(Path(settings))
+    if recipe is not None:
+        settings = with_recipe(
+            settings, recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+        )
+    planned = plan(model, settings, vllm_config)
+    publish(model, planned, vllm_config)
+    logger.info(planned.summary())
+    return planned
+
+
+def _model_and_config(model_or_worker: Any) -> tuple[torch.nn.Module, Any]:
+    holder = model_or_worker
+    if not isinstance(holder, torch.nn.Module):
+        holder = getattr(holder, "model_runner", holder)
+        config = getattr(holder, "vllm_config", None)
+        get_model = getattr(holder, "get_model", None)
+        if config is None or get_model is None:
+            raise ConfigError(
+                f"{type(model_or_worker).__name__} is neither a model nor a worker or model runner "
+                "of vLLM; pass one of these"
+            )
+        return get_model(), config
+    from vllm.config import get_current_vllm_config
+
+    return holder, getattr(holder, "vllm_config", None) or get_current_vllm_config()
+
+
+_LOADER = "vllm.model_executor.model_loader.base_loader"
+
+
+def register() -> None:
+    """Entry point of group `vllm.general_plugins`: every model load looks for settings.
+
+    Called in every process of vLLM, possibly more than once, and in most of them long before a
+    model is loaded or never: it waits for the module with the loader instead of importing it.
+    """
+    if _LOADER in sys.modules:
+        _wrap(sys.modules[_LOADER])
+    elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AfterImport())
+
+
+class _AfterImport(MetaPathFinder):
+    """Lets vLLM's loader be found as always, and wraps it once it is there."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != _LOADER:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                _wrap(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _wrap(module: Any) -> None:
+    """Make `load_model` of vLLM's loaders look for settings first and install them afterwards."""
+    loader = module.BaseModelLoader
+    if getattr(loader.load_model, "_mla_quant", False):
+        return
+    original = loader.load_model
+
+    @functools.wraps(original)
+    def load_model(
+        self: Any, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        settings = find_settings(model_config.model, model_config.revision)
+        model = original(self, vllm_config, model_config, *args, **kwargs)
+        if settings is not None:
+            planned = plan(model, settings, vllm_config)
+            publish(model, planned, vllm_config)
+            logger.info(planned.summary())
+        return model
+
+    load_model._mla_quant = True  # type: ignore[attr-defined]
+    loader.load_model = load_model
+
+
+__all__ = ["LayerPlan", "Plan", "find_settings", "install", "plan", "publish", "register"]

@@ -1,0 +1,382 @@
+"""vLLM's TRITON_MLA attention with quantized operands. Importing this imports vLLM.
+
+A layer is changed in place: its implementation, its attention backend (for the builder of metadata
+and the shape of the KV cache) and, with a side cache, what a token takes in the KV cache. A page
+then holds, token by token, the raw latent and the record of quantized operands:
+
+    | latent + rope, model dtype | record (see `kernels.operand_cache`) |
+
+The raw latent is what context is projected from, and what is quantized where a record has nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backends.mla.triton_mla import (
+    TritonMLABackend,
+    TritonMLAImpl,
+    TritonMLAMetadataBuilder,
+)
+from vllm.v1.worker.workspace import current_workspace_manager, is_workspace_manager_initialized
+
+from mla_quant.integrations.vllm import LayerPlan
+from mla_quant.kernels.decode import (
+    OperandFormats,
+    allocate_scratch,
+    decode_attention,
+    scratch_shapes,
+)
+from mla_quant.kernels.operand_cache import OperandLayout, write_operands
+from mla_quant.kernels.prefill import prefill_attention
+
+PROJECTED = ("q", "k", "v", "p")
+ABSORBED = ("q_latent", "q_rope", "k_latent", "k_rope", "v_latent", "p")
+"""Orders in which kernels take amax."""
+
+
+class LayerState:
+    """What a layer needs at run time."""
+
+    def __init__(
+        self, planned: LayerPlan, impl: TritonMLAImpl, device: torch.device, max_model_len: int
+    ) -> None:
+        self.plan = planned
+        self.max_model_len = max_model_len
+        self.width = impl.kv_lora_rank + impl.qk_rope_head_dim
+        q, k, v, p = planned.formats(PROJECTED)
+        self.prefill_formats: dict[str, Any] = {
+            "q_format": q,
+            "k_format": k,
+            "v_format": v,
+            "p_format": p,
+        }
+        q, q_rope, k, k_rope, v, p = planned.formats(ABSORBED)
+        self.decode_formats = OperandFormats(q=q, k=k, p=p, v=v, q_rope=q_rope, k_rope=k_rope)
+        new = functools.partial(torch.tensor, dtype=torch.float32, device=device)
+        self.prefill_amax = new(planned.amax(PROJECTED))
+        self.decode_amax = new(planned.amax(ABSORBED))
+        self.segments = tuple(w for w in (impl.qk_nope_head_dim, impl.qk_rope_head_dim) if w)
+        self.layout: OperandLayout | None = None
+        if planned.side_cache:
+            self.layout = OperandLayout(impl.kv_lora_rank, impl.qk_rope_head_dim, k, v, k_rope)
+
+    def raw(self, cache: Tensor) -> Tensor:
+        """The latents in a KV cache, [pages, page_size, latent + rope]."""
+        return cache[..., : self.width]
+
+    def records(self, cache: Tensor) -> Tensor | None:
+        """The records in it, uint8 [pages, page_size, record_bytes]."""
+        if self.layout is None:
+            return None
+        start = self.width * cache.element_size()
+        return cache.view(torch.uint8)[..., start : start + self.layout.record_bytes]
+
+    def head_size(self, dtype: torch.dtype) -> int:
+        """What a token takes in the KV cache, in elements of its dtype."""
+        extra = self.layout.record_bytes if self.layout else 0
+        size: int = self.width + extra // dtype.itemsize
+        return size
+
+    def write(
+        self, cache: Tensor, block_table: Tensor, seq_lens: Tensor, starts: Tensor | None, most: int
+    ) -> None:
+        """Quantize new tokens, the last ones of each sequence, into the records."""
+        records = self.records(cache)
+        if records is not None:
+            assert self.layout is not None
+            write_operands(
+                self.raw(cache),
+                records,
+                self.layout,
+                block_table,
+                seq_lens,
+                self.decode_amax,
+                cu_seqlens_new=starts,
+                max_new_tokens=most,
+            )
+
+
+def in_halves(rope: Tensor) -> Tensor:
+    """A rope part whose features were rotated in neighbouring pairs, with first ones first."""
+    halves: Tensor = rope.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return halves
+
+
+class QuantizedPrefill:
+    """Takes the place of vLLM's prefill backend for one call of one layer.
+
+    vLLM shares a backend between layers; this one belongs to a copy of the metadata instead.
+    """
+
+    def __init__(self, state: LayerState, scale: float, prefill: Any) -> None:
+        self.state, self.scale, self.prefill = state, scale, prefill
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return prefill_attention(
+            q,
+            k,
+            v,
+            scale=self.scale,
+            amax=self.state.prefill_amax,
+            sparsity=self.state.plan.sparsity,
+            qk_segments=self.state.segments if len(self.state.segments) == 2 else None,
+            **self.state.prefill_formats,
+            **kwargs,
+        )
+
+    def run_prefill_new_tokens(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        return_softmax_lse: bool,
+        out: Tensor | None = None,
+        output_scale: Tensor | None = None,
+    ) -> Any:
+        """Causal attention of new tokens among themselves."""
+        assert output_scale is None, "fused output quantization was declared unsupported"
+        starts = self.prefill.query_start_loc
+        result, lse = self._attend(
+            q,
+            k,
+            v,
+            cu_seqlens_q=starts,
+            cu_seqlens_k=starts,
+            max_seqlen_q=self.prefill.max_query_len,
+            max_seqlen_k=self.prefill.max_query_len,
+            key_starts=self.prefill.mla_quant_context,
+        )
+        return (result, lse) if return_softmax_lse else result
+
+    def run_prefill_context_chunk(
+        self,
+        chunk_idx: int | None = None,
+        q: Tensor | None = None,
+        k: Tensor | None = None,
+        v: Tensor | None = None,
+        chunk: Any = None,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of new tokens to cached ones; 0.26 numbers chunks, 0.33 hands one over."""
+        assert q is not None and k is not None and v is not None
+        context = self.prefill.mla_quant_context
+        if chunk is not None:
+            cu_q, cu_k, starts = chunk.query_start_loc, chunk.cu_seq_lens, chunk.starts
+            most_q, most_k = chunk.max_query_len, chunk.max_seq_len
+            context = context[chunk.request_slice]
+        else:
+            chunks = self.prefill.chunked_context
+            cu_q, cu_k = self.prefill.query_start_loc, chunks.cu_seq_lens[chunk_idx]
+            starts = chunks.starts[chunk_idx]
+            most_q, most_k = self.prefill.max_query_len, chunks.max_seq_lens[chunk_idx]
+        # The rows of a chunk without context are 0 / -inf here, what vLLM would mask.
+        result, lse = self._attend(
+            q,
+            k,
+            v,
+            cu_seqlens_q=cu_q,
+            cu_seqlens_k=cu_k,
+            max_seqlen_q=most_q,
+            max_seqlen_k=most_k,
+            causal=False,
+            key_starts=starts,
+            query_starts=context,
+        )
+        if out is not None:
+            out.copy_(result)
+            result = out
+        return result, lse
+
+
+class QuantTritonMLAImpl(TritonMLAImpl):
+    """`TritonMLAImpl` with quantized operands; made by `reclass`, never constructed."""
+
+    mla_quant: LayerState
+
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """Outputs are not quantized by the kernels."""
+        return False
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_cache: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Store raw latents."""
+        if kv_cache.numel():
+            kv_cache = self.mla_quant.raw(kv_cache)
+        if self.mla_quant.plan.rope_in_halves:
+            k_pe = in_halves(k_pe)
+        super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, *args, **kwargs)
+
+    def forward_mha(
+        self,
+        q: Tensor,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_c_and_k_pe_cache: Tensor,
+        attn_metadata: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Prefill: as vLLM does it, with this layer's own prefill backend in copied metadata."""
+        state, prefill = self.mla_quant, attn_metadata.prefill
+        if state.plan.rope_in_halves:
+            nope, rope = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
+            q, k_pe = torch.cat([nope, in_halves(rope)], dim=-1), in_halves(k_pe)
+        state.write(
+            kv_c_and_k_pe_cache,
+            prefill.block_table,
+            prefill.mla_quant_seq_lens,
+            prefill.query_start_loc,
+            prefill.max_query_len,
+        )
+        metadata, own = copy.copy(attn_metadata), copy.copy(prefill)
+        own.prefill_backend = QuantizedPrefill(state, self.scale, own)
+        # Quantized operands are carried in the model's dtype.
+        own.q_data_type = q.dtype
+        metadata.prefill = own
+        raw = state.raw(kv_c_and_k_pe_cache)
+        super().forward_mha(q, kv_c_normed, k_pe, raw, metadata, *args, **kwargs)
+
+    def forward_mqa(
+        self,
+        q: Tensor | tuple[Tensor, Tensor],
+        kv_c_and_k_pe_cache: Tensor,
+        attn_metadata: Any,
+        layer: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Decode: quantize the new tokens, then attend."""
+        state, decode = self.mla_quant, attn_metadata.decode
+        if not isinstance(q, tuple):
+            q = q.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
+        latent, rope = q
+        q = torch.cat([latent, in_halves(rope) if state.plan.rope_in_halves else rope], dim=-1)
+        # Columns past the longest context would change how it is split, and what scratch it takes.
+        pages = -(-state.max_model_len // kv_c_and_k_pe_cache.shape[1])
+        block_table = decode.block_table[:, :pages]
+        requests = decode.seq_lens.shape[0]
+        query_len = q.shape[0] // max(requests, 1)
+        starts = None
+        if query_len > 1:
+            if not getattr(attn_metadata, "causal", True):
+                raise NotImplementedError(
+                    "mla_quant: decode steps whose tokens see each other are not supported; turn "
+                    "the speculative method off that drafts in blocks"
+                )
+            starts = torch.arange(0, q.shape[0] + 1, query_len, dtype=torch.int32, device=q.device)
+        state.write(kv_c_and_k_pe_cache, block_table, decode.seq_lens, starts, query_len)
+        sparsity = state.plan.sparsity if state.plan.sparse_decode else None
+        return decode_attention(
+            q,
+            state.raw(kv_c_and_k_pe_cache),
+            block_table,
+            decode.seq_lens,
+            state.decode_amax,
+            latent_width=self.kv_lora_rank,
+            scale=self.scale,
+            formats=state.decode_formats,
+            cu_seqlens_q=starts,
+            max_query_len=query_len,
+            sparsity=sparsity,
+            records=state.records(kv_c_and_k_pe_cache),
+            layout=state.layout,
+            out_dtype=q.dtype,
+            allocate=_allocate,
+        )
+
+
+def _allocate(
+    shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], device: torch.device
+) -> list[Tensor]:
+    """Scratch from vLLM's workspace, which is reserved before memory is profiled."""
+    if is_workspace_manager_initialized():
+        return list(current_workspace_manager().get_simultaneous(*shapes))
+    return allocate_scratch(shapes, device)
+
+
+class QuantTritonMLAMetadataBuilder(TritonMLAMetadataBuilder):
+    """Adds what quantizing new tokens needs to know of prefill requests, and reserves scratch."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: Any) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        if not is_workspace_manager_initialized():
+            return
+        block = kv_cache_spec.block_size
+        capacity = -(-vllm_config.model_config.max_model_len // block) * block
+        # Ranges times sequences does not grow with the batch alone.
+        for batch in range(1, vllm_config.scheduler_config.max_num_seqs + 1):
+            for query_len in {1, self.reorder_batch_threshold}:
+                shapes = scratch_shapes(
+                    batch,
+                    query_len,
+                    self.num_heads,
+                    self.mla_dims.kv_lora_rank,
+                    self.mla_dims.qk_rope_head_dim,
+                    capacity,
+                    torch.device(device),
+                    vllm_config.model_config.dtype.itemsize,
+                )
+                current_workspace_manager().get_simultaneous(*shapes)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """As vLLM does, with sequence and context lengths of prefill requests on the device."""
+        metadata = super().build(common_prefix_len, common_attn_metadata, *args, **kwargs)
+        if metadata.prefill is not None:
+            starts = metadata.prefill.query_start_loc
+            seq_lens = common_attn_metadata.seq_lens[metadata.num_decodes : metadata.num_reqs]
+            metadata.prefill.mla_quant_seq_lens = seq_lens
+            metadata.prefill.mla_quant_context = seq_lens - (starts[1:] - starts[:-1])
+        return metadata
+
+
+class QuantTritonMLABackend(TritonMLABackend):
+    """`TritonMLABackend` with the builder above; it keeps its name."""
+
+    @staticmethod
+    def get_impl_cls() -> type[TritonMLAImpl]:
+        """Class of the implementation."""
+        return QuantTritonMLAImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TritonMLAMetadataBuilder]:
+        """Class of the builder."""
+        return QuantTritonMLAMetadataBuilder
+
+
+def reclass(
+    layer: Any, planned: LayerPlan, vllm_config: Any, undo: list[Callable[[], None]]
+) -> None:
+    """Change one layer; how to change it back is added to `undo` first, step by step."""
+    impl = layer.impl
+    device = next(impl.kv_b_proj.parameters()).device
+    state = LayerState(planned, impl, device, vllm_config.model_config.max_model_len)
+    original = type(impl)
+    undo.append(lambda: setattr(impl, "__class__", original))
+    impl.__class__ = QuantTritonMLAImpl
+    undo.append(lambda: impl.__dict__.pop("mla_quant", None))
+    impl.mla_quant = state
+    backend = layer.attn_backend
+    undo.append(lambda: setattr(layer, "attn_backend", backend))
+    layer.attn_backend = QuantTritonMLABackend
+    if state.layout is not None:
+        undo.append(lambda: layer.__dict__.pop("get_kv_cache_spec", None))
+        layer.get_kv_cache_spec = types.MethodType(_kv_cache_spec, layer)
+
+
+def _kv_cache_spec(layer: Any, vllm_config: Any) -> Any:
+    spec = type(layer).get_kv_cache_spec(layer, vllm_config)
+    return dataclasses.replace(spec, head_size=layer.impl.mla_quant.head_size(spec.dtype))

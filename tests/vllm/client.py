@@ -1,0 +1,162 @@
+"""Runs `worker.py` in the environment of a vLLM and reads what it wrote."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.vllm.environments import HERE, REPOSITORY
+
+SECONDS = 300
+TAIL = 6000
+
+
+@dataclass(frozen=True)
+class Output:
+    """What one prompt gave; log-probabilities are [positions, vocabulary] where asked for."""
+
+    tokens: list[int]
+    cached: int
+    prompt_logprobs: np.ndarray | None
+    logprobs: np.ndarray | None
+
+
+@dataclass(frozen=True)
+class Result:
+    runs: list[list[Output]]
+    after: dict[str, Any]
+
+
+def run(
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int = 1,
+    *,
+    prompt_logprobs: bool = False,
+    logprobs: bool = False,
+) -> dict[str, Any]:
+    """One batch for `Vllm.__call__`; vLLM reads no prefix cache where it owes prompt_logprobs."""
+    return {
+        "prompts": [list(ids) for ids in prompts],
+        "max_tokens": max_tokens,
+        "prompt_logprobs": prompt_logprobs,
+        "logprobs": logprobs,
+    }
+
+
+@dataclass(frozen=True)
+class Vllm:
+    """Loads a checkpoint into a vLLM of one version and runs batches through it."""
+
+    version: str
+    python: Path
+    scratch: Path
+    metadata: Path
+
+    def __call__(
+        self,
+        model: str | Path,
+        runs: Sequence[dict[str, Any]],
+        *,
+        engine: dict[str, Any] | None = None,
+        before: Sequence[str] = (),
+        after: Sequence[str] = (),
+        environment: dict[str, str] | None = None,
+    ) -> Result:
+        """Start a process, as `worker.py` describes, and give back what it found."""
+        folder = Path(tempfile.mkdtemp(dir=self.scratch))
+        request = {
+            "model": str(model),
+            "engine": engine or {},
+            "before": list(before),
+            "after": list(after),
+            "runs": list(runs),
+        }
+        (folder / "request.json").write_text(json.dumps(request))
+        command = [str(self.python), "-m", "tests.vllm.worker", str(folder)]
+        variables = self.variables() | (environment or {})
+        log = folder / "log.txt"
+        with log.open("w") as stream:
+            status = _wait(
+                subprocess.Popen(
+                    command,
+                    cwd=REPOSITORY,
+                    env=variables,
+                    stdin=subprocess.DEVNULL,
+                    stdout=stream,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            )
+        if not (folder / "result.json").exists():
+            pytest.fail(f"vLLM {self.version}: {status}\n{log.read_text()[-TAIL:]}", pytrace=False)
+        result = json.loads((folder / "result.json").read_text())
+        assert result["version"] == self.version
+        outputs = [
+            [
+                Output(
+                    **output,
+                    prompt_logprobs=_array(folder / f"{i}-{j}-prompt.npy"),
+                    logprobs=_array(folder / f"{i}-{j}-generated.npy"),
+                )
+                for j, output in enumerate(batch)
+            ]
+            for i, batch in enumerate(result["runs"])
+        ]
+        return Result(outputs, result["after"])
+
+    def variables(self) -> dict[str, str]:
+        """The child's environment: nothing of vLLM, CUDA or Python that surrounds the tests."""
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("VLLM_", "CUDA_", "PYTHON", "PYTEST_", "VIRTUAL_ENV"))
+        }
+        return kept | {
+            # With a visible device vLLM would replace Triton's kernels by placeholders.
+            "CUDA_VISIBLE_DEVICES": "",
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(
+                str(path) for path in (REPOSITORY, HERE / "platform", self.metadata)
+            ),
+            "TOKENIZERS_PARALLELISM": "false",
+            # Otherwise small helpers of vLLM go through torch.compile, which wants a C++ compiler.
+            "TORCHDYNAMO_DISABLE": "1",
+            "TRITON_INTERPRET": "1",
+            # What it learned of a model's class; kept with the environment, it saves a process.
+            "VLLM_CACHE_ROOT": str(self.python.parents[1] / "cache"),
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            # The engine in the same process: quicker, and `after` reaches the model.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_HOST_IP": "127.0.0.1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_USE_DEEP_GEMM": "0",
+        }
+
+
+def _wait(process: subprocess.Popen[bytes]) -> str:
+    """Wait for a process that leads a group; whatever it started and left behind ends with it."""
+    try:
+        return f"status {process.wait(SECONDS)}"
+    except subprocess.TimeoutExpired:
+        return f"no result after {SECONDS} seconds"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _array(path: Path) -> np.ndarray | None:
+    return np.load(path) if path.exists() else None

@@ -1,0 +1,181 @@
+"""Functions for `before` and `after` of a request to `worker.py`: they run beside vLLM."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+
+def small_workspace() -> None:
+    """Read a cached context in chunks of 64 tokens; with vLLM's own size, these tests need one."""
+    from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
+
+    MLACommonMetadataBuilder.determine_chunked_prefill_workspace_size = staticmethod(
+        lambda vllm_config: 64
+    )
+
+
+def attention(llm: Any) -> dict[str, Any]:
+    """How attention ran: the class of each layer's kernels, and calls that reached the platform."""
+    from vllm_cpu_triton import calls
+
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+    kernels = [type(layer.impl).__name__ for layer in layers if hasattr(layer, "impl")]
+    return {
+        "classes": kernels,
+        "calls": calls,
+        "project": "mla_quant" in sys.modules,
+    }
+
+
+def project(llm: Any) -> list[str]:
+    """Import what of this project works beside vLLM."""
+    names = ["mla_quant.kernels", "mla_quant.settings", "mla_quant.recipes"]
+    for name in names:
+        importlib.import_module(name)
+    return names
+
+
+def layers(llm: Any) -> dict[str, Any]:
+    """MLA layers of the model by name."""
+    found = llm.llm_engine.vllm_config.compilation_config.static_forward_context
+    return {name: layer for name, layer in found.items() if hasattr(layer, "impl")}
+
+
+def model(llm: Any) -> Any:
+    """The model, where the engine and its only worker are in this process."""
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+
+
+def cache_width(llm: Any) -> int:
+    """Elements that a token takes in the KV cache of a layer."""
+    (width,) = {layer.kv_cache[0].shape[-1] for layer in layers(llm).values()}
+    return int(width)
+
+
+def example_settings(llm: Any) -> Any:
+    """Settings for every layer of the model, as calibration would write them."""
+    from mla_quant.recipes import OPERANDS, load_recipe
+    from mla_quant.settings import LayerSettings, OperandSettings, Settings
+
+    operands = {name: OperandSettings(format="nvfp4", amax=4.0) for name in OPERANDS}
+    names = [name.removesuffix(".attn") for name in layers(llm)]
+    return Settings(
+        producer={"name": "test", "version": "0"},
+        model={"source": "test", "family": "deepseek_v3", "geometry": {}},
+        recipe=load_recipe("nvfp4_mla"),
+        layers=dict.fromkeys(names, LayerSettings.from_operands(operands)),
+    )
+
+
+def every_gate(llm: Any) -> dict[str, str]:
+    """What `plan` and `install` say of models that cannot be served, one change at a time."""
+    from mla_quant.errors import MlaQuantError
+    from mla_quant.integrations import vllm as integration
+    from mla_quant.recipes import OPERANDS, load_recipe
+    from mla_quant.settings import LayerSettings, OperandSettings
+
+    config, settings = llm.llm_engine.vllm_config, example_settings(llm)
+    found = {}
+
+    def reason(call: Any) -> str:
+        try:
+            call()
+        except MlaQuantError as error:
+            return str(error)
+        return "no error"
+
+    def with_change(name: str, change: list[tuple[Any, str, Any]], **kwargs: Any) -> None:
+        undo = [(thing, field, getattr(thing, field, None)) for thing, field, _ in change]
+        for thing, field, value in change:
+            object.__setattr__(thing, field, value)
+        arguments = {"settings": settings, "vllm_config": config} | kwargs
+        found[name] = reason(lambda: integration.plan(model(llm), **arguments))
+        for thing, field, value in undo:
+            object.__setattr__(thing, field, value)
+
+    every = list(layers(llm).values())
+    with_change("nothing", [])
+    with_change("kv_cache_dtype", [(layer, "kv_cache_dtype", "fp8") for layer in every])
+    with_change("calculate_kv_scales", [(every[0], "calculate_kv_scales", True)])
+    with_change("q_pad_num_heads", [(every[0].impl, "q_pad_num_heads", 128)])
+    with_change("sliding_window", [(every[0].impl, "sliding_window", 128)])
+    with_change("logits_soft_cap", [(every[0].impl, "logits_soft_cap", 30.0)])
+    with_change("indexer", [(every[0].impl, "is_sparse", True)])
+    other = type("OtherImpl", (type(every[0].impl),), {})
+    with_change("class", [(every[0].impl, "__class__", other)])
+    parallel = config.parallel_config
+    with_change("decode_context_parallel_size", [(parallel, "decode_context_parallel_size", 2)])
+    with_change("side_cache", [(config, "additional_config", {"mla_quant_side_cache": "yes"})])
+    recipe = settings.recipe
+    attention = recipe.attention.model_copy(update={"p_reference": "running_max"})
+    moved = settings.model_copy(
+        update={"recipe": recipe.model_copy(update={"attention": attention})}
+    )
+    with_change("p_reference", [], settings=moved)
+    renamed = {f"other.{i}": layer for i, layer in enumerate(settings.layers.values())}
+    with_change("names", [], settings=settings.model_copy(update={"layers": renamed}))
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    found["no settings"] = reason(lambda: integration.install(worker))
+    found["no model"] = reason(lambda: integration.install(object()))
+    unquantized = {name: OperandSettings(format="nvfp4", amax=4.0) for name in OPERANDS}
+    unquantized["q"] = OperandSettings(format="none")
+    layer = LayerSettings.from_operands(unquantized)
+    some = settings.model_copy(update={"layers": dict.fromkeys(settings.layers, layer)})
+    found["recipe"] = reason(
+        lambda: integration.install(worker, load_recipe("nvfp4_mla"), settings=some)
+    )
+    assert found.pop("nothing") == "no error", found
+    return found
+
+
+def failures_leave_nothing(llm: Any) -> dict[str, bool]:
+    """Whether every layer is as it was after `install` failed at each of its steps."""
+    from mla_quant.integrations import vllm as integration
+    from mla_quant.integrations import vllm_attention
+
+    every = list(layers(llm).values())
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    settings = example_settings(llm)
+
+    def state() -> list[Any]:
+        return [(type(x.impl), x.attn_backend, set(vars(x)), set(vars(x.impl))) for x in every]
+
+    class StepError(Exception):
+        pass
+
+    class Failing(list):
+        """An undo list whose n-th step does not come to pass."""
+
+        def __init__(self, allowed: int) -> None:
+            super().__init__()
+            self.allowed = allowed
+
+        def append(self, step: Any) -> None:
+            if len(self) == self.allowed:
+                raise StepError
+            super().append(step)
+
+    before, results = state(), {}
+    original = vllm_attention.reclass
+    steps = 4 * len(every)
+    for allowed in range(steps):
+        log: Any = Failing(allowed)
+
+        def reclass(layer: Any, planned: Any, config: Any, undo: Any, log: Any = log) -> None:
+            # What is undone is what was logged, in the list of `publish`.
+            try:
+                original(layer, planned, config, log)
+            finally:
+                undo[:] = list(log)
+
+        vllm_attention.reclass = reclass
+        try:
+            integration.install(worker, settings=settings)
+            results[str(allowed)] = False
+        except StepError:
+            results[str(allowed)] = state() == before
+        finally:
+            vllm_attention.reclass = original
+    return results

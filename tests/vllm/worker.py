@@ -1,0 +1,98 @@
+"""Runs inside an environment with vLLM: `python -m tests.vllm.worker FOLDER`.
+
+Reads `request.json` in the folder, and writes `result.json` and arrays beside it. The request:
+
+    model   folder of the checkpoint
+    engine  arguments of `vllm.LLM` over `ENGINE`
+    before  functions ("module:name") called before the engine exists, without arguments
+    after   functions called with the `LLM` after the runs; the result has what they return
+    runs    each with `prompts`, lists of token ids that are given to the engine together;
+            `max_tokens`, generated greedily; `prompt_logprobs` and `logprobs`, true to have the
+            log-probabilities of the whole vocabulary for the prompt's and the generated tokens.
+
+This module must be importable without vLLM, and again in every process that vLLM spawns.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+# Small enough for an interpreter: chunks of 64 tokens, some thousand slots of cache.
+ENGINE: dict[str, Any] = {
+    "attention_backend": "TRITON_MLA",
+    "block_size": 32,
+    # Without `custom_ops`, layers would call operators compiled for the device.
+    "compilation_config": {"mode": 0, "custom_ops": ["none"]},
+    "disable_log_stats": True,
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_logprobs": -1,
+    "max_model_len": 512,
+    "max_num_batched_tokens": 64,
+    "max_num_seqs": 4,
+    "num_gpu_blocks_override": 256,
+    "seed": 0,
+    "skip_tokenizer_init": True,
+}
+
+
+def function(name: str) -> Callable[..., Any]:
+    module, _, attribute = name.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
+    return found
+
+
+def table(rows: list[Any]) -> np.ndarray:
+    """Log-probabilities by token id; one row per position that has them."""
+    columns = max(max(row) for row in rows) + 1
+    array = np.full((len(rows), columns), -np.inf, dtype=np.float32)
+    for row, entries in zip(array, rows, strict=True):
+        row[list(entries)] = [entry.logprob for entry in entries.values()]
+    return array
+
+
+def serve(folder: Path) -> dict[str, Any]:
+    request = json.loads((folder / "request.json").read_text())
+    for name in request["before"]:
+        function(name)()
+
+    import vllm
+
+    llm = vllm.LLM(model=request["model"], **(ENGINE | request["engine"]))
+    runs = []
+    for i, run in enumerate(request["runs"]):
+        sampling = vllm.SamplingParams(
+            temperature=0,
+            max_tokens=run["max_tokens"],
+            ignore_eos=True,
+            detokenize=False,
+            prompt_logprobs=-1 if run["prompt_logprobs"] else None,
+            logprobs=-1 if run["logprobs"] else None,
+        )
+        prompts = [{"prompt_token_ids": ids} for ids in run["prompts"]]
+        outputs = []
+        for j, output in enumerate(llm.generate(prompts, sampling, use_tqdm=False)):
+            completion = output.outputs[0]
+            outputs.append(
+                {"tokens": list(completion.token_ids), "cached": output.num_cached_tokens}
+            )
+            if run["prompt_logprobs"]:
+                # The first token has none: nothing comes before it.
+                np.save(folder / f"{i}-{j}-prompt.npy", table(output.prompt_logprobs[1:]))
+            if run["logprobs"]:
+                np.save(folder / f"{i}-{j}-generated.npy", table(completion.logprobs))
+        runs.append(outputs)
+    after = {name: function(name)(llm) for name in request["after"]}
+    return {"version": vllm.__version__, "runs": runs, "after": after}
+
+
+if __name__ == "__main__":
+    destination = Path(sys.argv[1])
+    (destination / "result.json").write_text(json.dumps(serve(destination)))
