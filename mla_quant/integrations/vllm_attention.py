@@ -201,6 +201,22 @@ class QuantTritonMLAImpl(TritonMLAImpl):
 
     mla_quant: LayerState
 
+    def reserve_workspace(self) -> None:
+        """What 0.33 calls while it profiles memory; 0.26 has the builder alone."""
+        from vllm.v1.attention.backend import max_decode_query_len
+
+        super().reserve_workspace()
+        vllm_config = self._vllm_config
+        _reserve(
+            vllm_config,
+            self.num_heads,
+            self.kv_lora_rank,
+            self.qk_rope_head_dim,
+            vllm_config.cache_config.block_size,
+            max_decode_query_len(vllm_config),
+            self.mla_quant.decode_amax.device,
+        )
+
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         """Outputs are not quantized by the kernels."""
         return False
@@ -297,6 +313,35 @@ class QuantTritonMLAImpl(TritonMLAImpl):
         )
 
 
+def _reserve(
+    vllm_config: Any,
+    heads: int,
+    latent_width: int,
+    rope_width: int,
+    block_size: int,
+    query_len: int,
+    device: torch.device,
+) -> None:
+    """Make vLLM's workspace as large as any decode step will need it."""
+    if not is_workspace_manager_initialized():
+        return
+    capacity = -(-vllm_config.model_config.max_model_len // block_size) * block_size
+    # Ranges times sequences does not grow with the batch alone.
+    for batch in range(1, vllm_config.scheduler_config.max_num_seqs + 1):
+        for queries in {1, query_len}:
+            shapes = scratch_shapes(
+                batch,
+                queries,
+                heads,
+                latent_width,
+                rope_width,
+                capacity,
+                device,
+                vllm_config.model_config.dtype.itemsize,
+            )
+            current_workspace_manager().get_simultaneous(*shapes)
+
+
 def _allocate(
     shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], device: torch.device
 ) -> list[Tensor]:
@@ -311,24 +356,15 @@ class QuantTritonMLAMetadataBuilder(TritonMLAMetadataBuilder):
 
     def __init__(self, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        if not is_workspace_manager_initialized():
-            return
-        block = kv_cache_spec.block_size
-        capacity = -(-vllm_config.model_config.max_model_len // block) * block
-        # Ranges times sequences does not grow with the batch alone.
-        for batch in range(1, vllm_config.scheduler_config.max_num_seqs + 1):
-            for query_len in {1, self.reorder_batch_threshold}:
-                shapes = scratch_shapes(
-                    batch,
-                    query_len,
-                    self.num_heads,
-                    self.mla_dims.kv_lora_rank,
-                    self.mla_dims.qk_rope_head_dim,
-                    capacity,
-                    torch.device(device),
-                    vllm_config.model_config.dtype.itemsize,
-                )
-                current_workspace_manager().get_simultaneous(*shapes)
+        _reserve(
+            vllm_config,
+            self.num_heads,
+            self.mla_dims.kv_lora_rank,
+            self.mla_dims.qk_rope_head_dim,
+            kv_cache_spec.block_size,
+            self.reorder_batch_threshold,
+            torch.device(device),
+        )
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any

@@ -1,0 +1,92 @@
+"""What the vLLM integration decides without vLLM: which settings a model has, for which layer."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from mla_quant.errors import CheckpointError, ConfigError
+from mla_quant.integrations import vllm as integration
+from mla_quant.recipes import OPERANDS, load_recipe
+from mla_quant.settings import LayerSettings, OperandSettings, Settings
+
+
+def settings(fmt: str = "nvfp4", amax: float | None = 4.0, **formats: str) -> Settings:
+    operands = {
+        name: OperandSettings(
+            format=formats.get(name, fmt), amax=None if formats.get(name) == "none" else amax
+        )
+        for name in OPERANDS
+    }
+    names = [f"model.layers.{i}.self_attn" for i in (0, 1, 10)]
+    return Settings(
+        producer={"name": "test", "version": "0"},
+        model={"source": "test", "family": "deepseek_v3", "geometry": {}},
+        recipe=load_recipe("nvfp4_mla"),
+        layers=dict.fromkeys(names, LayerSettings.from_operands(operands)),
+    )
+
+
+def test_settings_are_found_beside_the_weights(tmp_path) -> None:
+    assert integration.find_settings(str(tmp_path)) is None
+    (tmp_path / "mla_quant.json").write_text(settings().model_dump_json())
+    assert integration.find_settings(str(tmp_path)) == settings()
+    (tmp_path / "mla_quant.json").write_text("{")
+    with pytest.raises(CheckpointError, match="not valid JSON"):
+        integration.find_settings(str(tmp_path))
+
+
+@pytest.mark.parametrize("model", ["nobody/has-this-model", "neither a folder / nor an id"])
+def test_models_that_are_not_there_have_none(model: str) -> None:
+    assert integration.find_settings(model) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("model.layers.1.self_attn.attn", "model.layers.1.self_attn"),
+        ("model.layers.1.self_attn.mla_attn", "model.layers.1.self_attn"),
+        ("language_model.model.layers.10.self_attn.attn", "model.layers.10.self_attn"),
+        ("model.layers.2.self_attn.attn", None),
+        ("model.layers.0.self_attn.indexer", None),
+        ("encoder", None),
+    ],
+)
+def test_names_of_layers(name: str, found: str | None) -> None:
+    assert integration._hugging_face_name(name, settings()) == found
+
+
+def test_formats_of_another_recipe_with_the_amax_that_are_there() -> None:
+    changed = integration.with_recipe(settings(), load_recipe("fp8_mla"))
+    layer = changed.layers["model.layers.0.self_attn"]
+    assert {layer.operand(name).format for name in OPERANDS} == {"fp8"}
+    assert layer.operand("k_latent").amax == 4.0
+    # P's is the recipe's own.
+    assert layer.p.amax == load_recipe("fp8_mla").attention.p_amax
+    with pytest.raises(ConfigError, match=r"no amax for 3 operands.*layers\.0\.self_attn\.q"):
+        integration.with_recipe(settings(q="none"), load_recipe("fp8_mla"))
+
+
+def test_summary_is_one_line() -> None:
+    layers = {
+        f"{name}.attn": integration.LayerPlan(name, layer, None, False, True, False)
+        for name, layer in settings(p="fp8").layers.items()
+    }
+    line = integration.Plan(layers, ("model.layers.9.self_attn.attn",)).summary()
+    assert line == (
+        "mla_quant: 3 attention layers quantized (Q nvfp4 K nvfp4 P fp8 V nvfp4), fused kernels, "
+        "side cache of operands; untouched: model.layers.9.self_attn.attn"
+    )
+
+
+def test_registering_imports_nothing(monkeypatch) -> None:
+    """It waits for vLLM's loader, and more than once is as once."""
+    before = list(sys.meta_path)
+    monkeypatch.setattr(sys, "meta_path", list(before))
+    modules = set(sys.modules)
+    integration.register()
+    integration.register()
+    assert len(sys.meta_path) == len(before) + 1
+    assert set(sys.modules) == modules
+    assert sys.meta_path[0].find_spec("json", None) is None
