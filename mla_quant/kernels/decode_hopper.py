@@ -12,7 +12,7 @@ multiplied by V; what is to be decoded next is on its way into registers meanwhi
 
 Only closed groups of V in records are read; the open tail of a sequence is left to the portable
 kernel, as one more range. Everything about numbers, ranges and partial results is as in
-`kernels.decode`.
+`kernels.decode_kernels`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mla_quant.kernels.decode import (
-    ProgramShape,
+from mla_quant.kernels.decode_kernels import (
     keep_largest,
     power_of_two,
     quantize_p,
     score_factors,
 )
+from mla_quant.kernels.decode_shapes import ProgramShape
 from mla_quant.kernels.numerics import BLOCK, FORMAT_NONE
 from mla_quant.kernels.operand_cache import DECODE_HALVES, DECODE_PAIRS, stored_scale
 
@@ -45,8 +45,8 @@ LATENT = gl.constexpr(512)
 ROPE = gl.constexpr(64)
 WARPS = gl.constexpr(8)
 SHAPE = ProgramShape(ROWS.value, TOKENS.value, program_cost=2.0, split_cost=0.02)
-# Columns of a product belong to threads as an accumulator has them: see `kernels.decode`. A thread
-# owns half a group of 16 tokens, its neighbour the other half.
+# Columns of a product belong to threads as an accumulator has them: see `kernels.decode_kernels`. A
+# thread owns half a group of 16 tokens, its neighbour the other half.
 _INNER = gl.constexpr(4)
 _ACROSS = gl.constexpr(2)
 _GROUPS = gl.constexpr(TOKENS.value // BLOCK.value)
@@ -362,7 +362,7 @@ def _store_partial(
     total,
     filled,
 ):
-    """Write the results of a range as `_split` does."""
+    """Write the results of a range as `split_portable` does."""
     row = first_row + gl.arange(0, ROWS, layout=_ROW)
     gl.store(partial_top + first_partial_row + row, top, mask=row < rows)
     totals = gl.convert_layout(gl.sum(total, 1), _ROW)
@@ -425,7 +425,7 @@ def split_records(
     V_CODES: gl.constexpr,
     V_SCALES: gl.constexpr,
 ):
-    """64 rows of one sequence over one range of its closed groups; partial sums as `_split` has."""
+    """64 rows of one sequence over one range of its closed groups; else as `split_portable`."""
     sequence, split, begin, seq_len, queries, first_row, present_end, first_tile, last_tile = (
         _program(seq_lens, cu_seqlens_q, row_blocks, num_splits, HEADS, BLOCK)
     )

@@ -22,11 +22,11 @@ def test_compiles_and_fits(capability) -> None:
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
     assert {k["kernel"] for k in kernels} >= {
         "_prefill_kernel", "_quantize_features_kernel", "_quantize_tokens_kernel", "_merge_kernel",
-        "_observe_kernel", "_split", "_combine", "_quantize_queries", "_write",
+        "_observe_kernel", "split_portable", "combine_ranges", "quantize_queries", "_write",
     }  # fmt: skip
     hopper = {"split_records", "split_raw"} & {k["kernel"] for k in kernels}
     assert len(hopper) == (2 if capability == 90 else 0)
-    combined = {k["constants"]["SPLITS"] for k in kernels if k["kernel"] == "_combine"}
+    combined = {k["constants"]["SPLITS"] for k in kernels if k["kernel"] == "combine_ranges"}
     assert combined == {2, 8, 64, 128}
     for kernel in kernels:
         assert kernel["shared_bytes"] <= kernel["limit_bytes"], kernel
