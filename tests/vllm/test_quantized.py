@@ -7,7 +7,6 @@ that what is left is the order of sums, and the values it moves across a tie of 
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 
 from mla_quant.checkpoint import load_quantized
 from tests.vllm.client import Output, Result, Vllm, run
-from tests.vllm.test_stock import BOUND, ENGINE, EXAMPLE
+from tests.vllm.test_stock import BOUND, ENGINE, EXAMPLE, held_out
 
 GENERATED = 6
 LENGTHS = (5, 40, 97)
@@ -36,14 +35,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(EXAMPLE / "model")
-    lines = (EXAMPLE / "data" / "heldout.jsonl").read_text().splitlines()
-    texts = [json.loads(line)["text"] for line in lines[: len(LENGTHS)]]
-    return [
-        tokenizer(text)["input_ids"][:length] for text, length in zip(texts, LENGTHS, strict=True)
-    ]
+    return held_out(LENGTHS)
 
 
 class Reference:

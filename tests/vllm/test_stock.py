@@ -7,7 +7,7 @@ platform in `platform/`, of the worker, or of vLLM.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -37,14 +37,19 @@ ENGINE = {"block_size": 16}
 Logprobs = Callable[[list[int]], np.ndarray]
 
 
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
+def held_out(lengths: Sequence[int]) -> list[list[int]]:
+    """Token ids of so many tokens each from the text that the example was not trained on."""
     tokenizer = AutoTokenizer.from_pretrained(EXAMPLE / "model")
     lines = (EXAMPLE / "data" / "heldout.jsonl").read_text().splitlines()
-    texts = [json.loads(line)["text"] for line in lines[: len(LENGTHS)]]
+    texts = [json.loads(line)["text"] for line in lines[: len(lengths)]]
     return [
-        tokenizer(text)["input_ids"][:length] for text, length in zip(texts, LENGTHS, strict=True)
+        tokenizer(text)["input_ids"][:length] for text, length in zip(texts, lengths, strict=True)
     ]
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return held_out(LENGTHS)
 
 
 @pytest.fixture(scope="module")
