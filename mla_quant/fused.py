@@ -19,6 +19,10 @@ from mla_quant.reference import Sparsity
 Operands = Mapping[str, tuple[str, Tensor | float]]
 """Format and amax of each operand, by name; the amax of an unquantized one is ignored."""
 
+PROJECTED = ("q", "k", "v", "p")
+ABSORBED = ("q_latent", "q_rope", "k_latent", "k_rope", "v_latent", "p")
+"""Operands of each form, in the order in which kernels take their amax."""
+
 _LOWEST_CAPABILITY = (8, 0)
 
 
@@ -124,7 +128,7 @@ def projected(
         queries,
         keys,
         scale=scale,
-        amax=_stack([operands[name][1] for name in "qkvp"], query.device),
+        amax=_stack([operands[name][1] for name in PROJECTED], query.device),
         q_format=operands["q"][0],
         k_format=operands["k"][0],
         p_format=operands["p"][0],
@@ -178,13 +182,12 @@ def absorbed(
 
     batch, _, queries, _ = q_latent.shape
     sequences = torch.arange(batch + 1, dtype=torch.int32, device=latent.device)
-    names = ("q_latent", "q_rope", "k_latent", "k_rope", "v_latent", "p")
     out, _ = decode_attention(
         _packed(torch.cat([q_latent, q_rope.float()], dim=-1)),
         torch.cat([latent, rope], dim=-1)[:, 0],
         sequences[:batch, None],
         starts + queries,
-        _stack([operands[name][1] for name in names], latent.device),
+        _stack([operands[name][1] for name in ABSORBED], latent.device),
         latent_width=latent.shape[-1],
         scale=scale,
         formats=OperandFormats(

@@ -27,6 +27,7 @@ from vllm.v1.attention.backends.mla.triton_mla import (
 )
 from vllm.v1.worker.workspace import current_workspace_manager, is_workspace_manager_initialized
 
+from mla_quant.fused import ABSORBED, PROJECTED
 from mla_quant.integrations.vllm import LayerPlan
 from mla_quant.kernels.decode import (
     OperandFormats,
@@ -36,10 +37,6 @@ from mla_quant.kernels.decode import (
 )
 from mla_quant.kernels.operand_cache import OperandLayout, write_operands
 from mla_quant.kernels.prefill import prefill_attention
-
-PROJECTED = ("q", "k", "v", "p")
-ABSORBED = ("q_latent", "q_rope", "k_latent", "k_rope", "v_latent", "p")
-"""Orders in which kernels take amax."""
 
 
 class LayerState:
@@ -283,7 +280,12 @@ class QuantTritonMLAImpl(TritonMLAImpl):
         pages = -(-state.max_model_len // kv_c_and_k_pe_cache.shape[1])
         block_table = decode.block_table[:, :pages]
         requests = decode.seq_lens.shape[0]
-        query_len = q.shape[0] // max(requests, 1)
+        query_len, rest = divmod(q.shape[0], max(requests, 1))
+        if rest:
+            raise NotImplementedError(
+                f"mla_quant: {q.shape[0]} decode rows over {requests} requests; each must have as "
+                "many query tokens as the others"
+            )
         starts = None
         if query_len > 1:
             if not getattr(attn_metadata, "causal", True):
