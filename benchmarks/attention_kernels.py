@@ -6,8 +6,8 @@
 
 Peers: FlashAttention-3, `decode_attention_fwd`, FlashMLA (dense, SM90) and `merge_attn_states` from
 an installed vLLM, ModelOpt's `triton_fa`, and a device-to-device copy. A peer that is not installed
-is left out. Times are medians by CUDA events with the L2 cache flushed before each run, decode as a
-replayed CUDA graph; inputs are random and outputs checked first. A prefill's time includes the
+is left out. Times are medians by CUDA events with the L2 cache flushed before each run, all but
+prefill as replayed CUDA graphs; inputs are random, outputs checked first. A prefill includes the
 quantization of Q, K and V; a decode step with a side cache does not include writing it, which is
 measured apart. `--sweep` also measures tilings that are not the default. Results go to
 `benchmarks/results/attention_kernels.json`, each figure as soon as it is there.
@@ -190,10 +190,15 @@ def operands(_: bool = False) -> Rows:
         cu = torch.tensor([0, tokens], device="cuda", dtype=torch.int32)
         amax = torch.full((1,), 5.5, device="cuda")
         shape = (tokens, heads)
+        # Tens of µs do not reach the bandwidth of a copy of a gigabyte.
+        for name, x in (("K", k), ("V", v)):
+            y = torch.empty_like(x)
+            us = graph_us(lambda x=x, y=y: y.copy_(x))
+            yield row("quantize", shape, f"copy of {name}", us, bytes=4 * x.numel())
         for fmt in ("fp8", "nvfp4"):
-            us = median_us(lambda k=k, f=fmt, a=amax: quantize_features(k, f, a, torch.bfloat16))
+            us = graph_us(lambda k=k, f=fmt, a=amax: quantize_features(k, f, a, torch.bfloat16))
             yield row("quantize", shape, f"K {fmt}", us, bytes=4 * k.numel())
-            us = median_us(
+            us = graph_us(
                 lambda v=v, f=fmt, a=amax, cu=cu, n=tokens: quantize_tokens(
                     v, f, a, torch.bfloat16, cu, n
                 )
@@ -202,12 +207,12 @@ def operands(_: bool = False) -> Rows:
         lse = torch.randn(heads, tokens, device="cuda")
         work = 3 * 2 * v.numel() + 3 * 4 * lse.numel()
         other = torch.randn_like(v)
-        us = median_us(lambda a=v, b=other, s=lse: merge_attention(a, s, b, s))
+        us = graph_us(lambda a=v, b=other, s=lse: merge_attention(a, s, b, s))
         yield row("merge", shape, "ours", us, bytes=work)
         peer = try_import("vllm.v1.attention.ops.merge_attn_states.merge_attn_states")
         if peer is not None:
             inputs = (torch.empty_like(v), v, lse, other, lse, torch.empty_like(lse))
-            us = median_us(lambda f=peer, x=inputs: f(*x))
+            us = graph_us(lambda f=peer, x=inputs: f(*x))
             yield row("merge", shape, "vLLM merge_attn_states", us, bytes=work)
 
 

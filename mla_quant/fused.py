@@ -1,7 +1,7 @@
 """Quantized attention of a Hugging Face layer by the fused kernels.
 
-The kernels work on packed sequences and paged caches; here a padded batch becomes one, its cache
-one page a sequence. Importing this loads no triton.
+The kernels work on packed sequences and paged caches; here a padded batch becomes packed, its cache
+paged. Importing this loads no triton.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ ABSORBED = ("q_latent", "q_rope", "k_latent", "k_rope", "v_latent", "p")
 """Operands of each form, in the order in which kernels take their amax."""
 
 _LOWEST_CAPABILITY = (8, 0)
+_PAGE_TOKENS = 64
+"""A kernel is compiled for a size of page: it must not follow the cache's length."""
 
 
 @cache
@@ -181,11 +183,16 @@ def absorbed(
     from mla_quant.kernels import OperandFormats, decode_attention
 
     batch, _, queries, _ = q_latent.shape
+    keys, width = latent.shape[2], latent.shape[-1] + rope.shape[-1]
     sequences = torch.arange(batch + 1, dtype=torch.int32, device=latent.device)
+    pages = -(-keys // _PAGE_TOKENS)
+    cache = latent.new_zeros(batch, pages * _PAGE_TOKENS, width)
+    torch.cat([latent[:, 0], rope[:, 0]], dim=-1, out=cache[:, :keys])
+    block_table = torch.arange(batch * pages, dtype=torch.int32, device=latent.device)
     out, _ = decode_attention(
         _packed(torch.cat([q_latent, q_rope.float()], dim=-1)),
-        torch.cat([latent, rope], dim=-1)[:, 0],
-        sequences[:batch, None],
+        cache.view(batch * pages, _PAGE_TOKENS, width),
+        block_table.view(batch, pages),
         starts + queries,
         _stack([operands[name][1] for name in ABSORBED], latent.device),
         latent_width=latent.shape[-1],

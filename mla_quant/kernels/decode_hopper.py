@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from mla_quant.kernels.decode_kernels import (
-    keep_largest,
+    only_largest,
     power_of_two,
     quantize_p,
     score_factors,
@@ -331,11 +331,10 @@ def _probabilities(
     positions = start + _token_of_row(gl.arange(0, TOKENS, layout=gl.SliceLayout(0, _SCORES)))
     score = gl.where(positions[None, :] < limit[:, None], score, float("-inf"))
     if M > 0:
-        keep = keep_largest(score, M, ROWS, TOKENS, _INNER, _ACROSS)
-        keep = gl.convert_layout(keep.to(gl.int32), _SCORES) != 0
+        largest = only_largest(score, M, ROWS, TOKENS, _INNER, _ACROSS)
         near = query_position[:, None] - positions[None, :] < recent
-        keep = keep | near | (positions < sink)[None, :] | (score != score)
-        score = gl.where(keep, score, float("-inf"))
+        dense = near | (positions < sink)[None, :] | (score != score)
+        score = gl.where(dense, score, gl.convert_layout(largest, _SCORES))
     new_top = gl.maximum(top, gl.ceil(gl.max(score, 1)))
     reference = gl.where(new_top == float("-inf"), 0.0, new_top)
     shrink = power_of_two(top - reference)
@@ -383,9 +382,10 @@ _UNSPECIALIZED = [
     "recent",
     "table_stride",
 ]
+_UNALIGNED = ["block_table", "seq_lens", "cu_seqlens_q"]
 
 
-@gluon.jit(do_not_specialize=_UNSPECIALIZED)
+@gluon.jit(do_not_specialize=_UNSPECIALIZED, do_not_specialize_on_alignment=_UNALIGNED)
 def split_records(
     q,
     rope_q,
@@ -623,7 +623,7 @@ def _latents(table, start, tokens, present_end, page_stride, token_stride, PAGE_
     return gl.multiple_of(blocks.to(gl.int64) * page_stride + slot.to(gl.int64) * token_stride, 8)
 
 
-@gluon.jit(do_not_specialize=_UNSPECIALIZED)
+@gluon.jit(do_not_specialize=_UNSPECIALIZED, do_not_specialize_on_alignment=_UNALIGNED)
 def split_raw(
     q,
     rope_q,

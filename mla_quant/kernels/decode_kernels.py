@@ -47,7 +47,7 @@ from mla_quant.kernels.operand_cache import (
     share_tokens,
     token_rows,
 )
-from mla_quant.kernels.ranking import join_4, keep_2_of_4, keep_4_of_8, split_4
+from mla_quant.kernels.ranking import join_4, largest_2_of_4, largest_4_of_8, split_4
 
 _LN_2 = tl.constexpr(math.log(2.0))
 _SMALLEST_NORMAL_FP32 = tl.constexpr(2.0**-126)
@@ -179,7 +179,7 @@ def p_inverse_scale(amax, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def keep_largest(
+def only_largest(
     score,
     M: tl.constexpr,
     ROWS: tl.constexpr,
@@ -187,7 +187,7 @@ def keep_largest(
     INNER: tl.constexpr,
     ACROSS: tl.constexpr,
 ):
-    """Which scores are among the M / 2 largest of their group of M tokens, int1 [ROWS, TOKENS].
+    """The M / 2 largest scores of each group of M tokens, -inf for the others, [ROWS, TOKENS].
 
     The low bits of a token within its block are e, then those of ii, then those of ji.
     """
@@ -196,9 +196,9 @@ def keep_largest(
     if M == 4:
         x = tl.reshape(score, [ROWS, OUTER, INNER // 2, 2, ACROSS, JI, 2])
         a, b, c, d = split_4(tl.permute(x, [0, 1, 2, 4, 5, 3, 6]))
-        a, b, c, d = keep_2_of_4(a, b, c, d)
-        keep = join_4(a.to(tl.int8), b.to(tl.int8), c.to(tl.int8), d.to(tl.int8))
-        keep = tl.permute(keep, [0, 1, 2, 5, 3, 4, 6])
+        a, b, c, d = largest_2_of_4(a, b, c, d)
+        x = join_4(a, b, c, d)
+        x = tl.permute(x, [0, 1, 2, 5, 3, 4, 6])
     else:
         # Third bit to the last place, then two of four.
         if INNER >= 4:
@@ -210,15 +210,13 @@ def keep_largest(
         first, second = tl.split(x)
         a, b, c, d = split_4(first)
         e, f, g, h = split_4(second)
-        a, b, c, d, e, f, g, h = keep_4_of_8(a, b, c, d, e, f, g, h)
-        first = join_4(a.to(tl.int8), b.to(tl.int8), c.to(tl.int8), d.to(tl.int8))
-        second = join_4(e.to(tl.int8), f.to(tl.int8), g.to(tl.int8), h.to(tl.int8))
-        keep = tl.join(first, second)
+        a, b, c, d, e, f, g, h = largest_4_of_8(a, b, c, d, e, f, g, h)
+        x = tl.join(join_4(a, b, c, d), join_4(e, f, g, h))
         if INNER >= 4:
-            keep = tl.permute(keep, [0, 1, 2, 7, 5, 3, 4, 6])
+            x = tl.permute(x, [0, 1, 2, 7, 5, 3, 4, 6])
         else:
-            keep = tl.permute(keep, [0, 1, 4, 2, 3, 6, 5])
-    return tl.reshape(keep, [ROWS, TOKENS]) != 0
+            x = tl.permute(x, [0, 1, 4, 2, 3, 6, 5])
+    return tl.reshape(x, [ROWS, TOKENS])
 
 
 # --- operands that are quantized on read
@@ -477,11 +475,11 @@ def _tile(
         visible = positions[None, :] < tl.minimum(limit, present_end)[:, None]
         score = tl.where(visible, score, float("-inf"))
     if M > 0:
-        keep = keep_largest(score, M, ROWS, TOKENS, INNER, ACROSS)
+        largest = only_largest(score, M, ROWS, TOKENS, INNER, ACROSS)
         near = query_position[:, None] - positions[None, :] < recent
         # NaN loses comparisons, and must not be dropped for that.
-        keep = keep | near | (positions < sink)[None, :] | (score != score)
-        score = tl.where(keep, score, float("-inf"))
+        dense = near | (positions < sink)[None, :] | (score != score)
+        score = tl.where(dense, score, largest)
 
     # Maxima of blocks first: P's block scales and the row maximum both come from them.
     blocks = tl.reshape(score, [ROWS, OUTER, INNER, ACROSS, PAIR])
@@ -631,7 +629,8 @@ def score_factors(
         "sink",
         "recent",
         "table_stride",
-    ]
+    ],
+    do_not_specialize_on_alignment=["block_table", "seq_lens", "cu_seqlens_q"],
 )
 def split_portable(
     q,

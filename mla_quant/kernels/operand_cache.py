@@ -850,7 +850,7 @@ def _write_tokens(
             )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["block_table", "seq_lens", "cu_seqlens_new"])
 def _write(
     cache,
     records,

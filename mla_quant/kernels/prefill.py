@@ -42,7 +42,7 @@ from mla_quant.kernels.numerics import (
     validity,
 )
 from mla_quant.kernels.quantize import quantize_features, quantize_tokens
-from mla_quant.kernels.ranking import join_4, keep_2_of_4, keep_4_of_8, split_4
+from mla_quant.kernels.ranking import join_4, largest_2_of_4, largest_4_of_8, split_4
 from mla_quant.reference import LOG2_E, RANKED_PATTERNS, Sparsity
 
 _LOG2_E = tl.constexpr(LOG2_E)
@@ -82,6 +82,18 @@ def in_blocks(x):
 def block_maximum(x):
     """Largest value of each block of `in_blocks`, [rows, io, jo]."""
     return tl.max(tl.max(tl.max(x, 5), 4), 2)
+
+
+@triton.jit
+def _maximum_or_nan(x, y):
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _block_maximum_or_nan(x):
+    """As `block_maximum`, and NaN where a block has one."""
+    x = tl.reduce(x, 5, _maximum_or_nan)
+    return tl.reduce(tl.reduce(x, 4, _maximum_or_nan), 2, _maximum_or_nan)
 
 
 @triton.jit
@@ -137,8 +149,8 @@ def quantize_p_blocks(p, block_max, inverse, inverse_block, DTYPE: tl.constexpr)
 
 
 @triton.jit
-def keep_largest(s, M: tl.constexpr):
-    """Which scores M/2 : M sparsity keeps, as int1 in the shape of `in_blocks`.
+def only_largest(s, M: tl.constexpr):
+    """Scores that M/2 : M sparsity keeps and -inf for the others, in the shape of `in_blocks`.
 
     Args:
         s: Scores in the shape of `in_blocks`, -inf where not attended to.
@@ -156,20 +168,18 @@ def keep_largest(s, M: tl.constexpr):
     if M == 4:
         x = tl.reshape(x, (rows, io, ii // gi, jo, 2, 2))
         a, b, c, d = split_4(x)
-        ka, kb, kc, kd = keep_2_of_4(a, b, c, d)
-        keep = join_4(ka.to(tl.int8), kb.to(tl.int8), kc.to(tl.int8), kd.to(tl.int8))
+        a, b, c, d = largest_2_of_4(a, b, c, d)
+        x = join_4(a, b, c, d)
     else:
         x = tl.reshape(x, (rows, io, ii // gi, jo, 2, 2, 2))
         first, last = tl.split(tl.permute(x, (0, 1, 2, 3, 5, 6, 4)))
         a, b, c, d = split_4(first)
         e, f, g, h = split_4(last)
-        ka, kb, kc, kd, ke, kf, kg, kh = keep_4_of_8(a, b, c, d, e, f, g, h)
-        first = join_4(ka.to(tl.int8), kb.to(tl.int8), kc.to(tl.int8), kd.to(tl.int8))
-        last = join_4(ke.to(tl.int8), kf.to(tl.int8), kg.to(tl.int8), kh.to(tl.int8))
-        keep = tl.permute(tl.join(first, last), (0, 1, 2, 3, 6, 4, 5))
-    keep = tl.reshape(keep, (rows, io, ii // gi, jo, gi, ji, 2))
-    keep = tl.permute(keep, (0, 1, 2, 4, 3, 5, 6))
-    return tl.reshape(keep, (rows, io, ii, jo, ji, 2)) != 0
+        a, b, c, d, e, f, g, h = largest_4_of_8(a, b, c, d, e, f, g, h)
+        x = tl.permute(tl.join(join_4(a, b, c, d), join_4(e, f, g, h)), (0, 1, 2, 3, 6, 4, 5))
+    x = tl.reshape(x, (rows, io, ii // gi, jo, gi, ji, 2))
+    x = tl.permute(x, (0, 1, 2, 4, 3, 5, 6))
+    return tl.reshape(x, (rows, io, ii, jo, ji, 2))
 
 
 @triton.jit
@@ -235,17 +245,24 @@ def _add_tile(
     if MASKED:
         seen = (token[None, :] < limits[:, None]) & (token >= 0)[None, :]
         s = tl.where(seen, s, float("-inf"))
+    if P_FORMAT == FORMAT_NVFP4:
+        # A block's largest score is kept, so what is dropped below does not change it.
+        if GROUP > 0:
+            score_max = _block_maximum_or_nan(in_blocks(s))
+        else:
+            score_max = block_maximum(in_blocks(s))
     if GROUP > 0:
-        # NaN loses comparisons, and must not be dropped for that.
-        keep = tl.reshape(keep_largest(in_blocks(s), GROUP), s.shape) | (s != s)
+        largest = tl.reshape(only_largest(in_blocks(s), GROUP), s.shape)
         if MASKED:
             position = key_start + token
             distance = positions[:, None] - position[None, :]
             dense = (distance >= 0) & (distance < recent_tokens)
-            keep = keep | dense | (position < sink_tokens)[None, :]
-        s = tl.where(keep, s, float("-inf"))
+            dense = dense | (position < sink_tokens)[None, :]
+            largest = tl.where(dense, s, largest)
+        if P_FORMAT != FORMAT_NVFP4:
+            largest = tl.where(s != s, s, largest)
+        s = largest
     if P_FORMAT == FORMAT_NVFP4:
-        score_max = block_maximum(in_blocks(s))
         row_max = tl.max(tl.max(score_max, 2), 1)
     else:
         row_max = tl.max(s, 1)
@@ -257,6 +274,9 @@ def _add_tile(
         total = total * shrink[:, None, None] + _block_sum(blocks)
         # The same expression as for P, which is monotone: the largest P, bit for bit.
         p_max = tl.exp2(score_max * scale - new_reference[:, None, None])
+        if GROUP > 0:
+            # NaN loses comparisons: one that was dropped still makes its row NaN.
+            total += p_max - p_max
         quantized = quantize_p_blocks(blocks, p_max, inverse, inverse_block, v.dtype.element_ty)
         carrier = tl.reshape(quantized, p.shape)
     else:
@@ -275,7 +295,17 @@ def _add_tile(
     return acc, total, new_reference
 
 
-@triton.jit
+@triton.jit(
+    # What differs from call to call: a variant each would be compiled while users wait.
+    do_not_specialize=["row_blocks", "total_queries", "sink_tokens", "recent_tokens"],
+    do_not_specialize_on_alignment=[
+        "cu_seqlens_q",
+        "cu_seqlens_k",
+        "key_starts",
+        "query_starts",
+        "lse",
+    ],
+)
 def _prefill_kernel(
     q,
     k,

@@ -111,7 +111,7 @@ def _feature_blocks(
     return source, target, exists, second[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])
 def _quantize_features_kernel(
     x,
     out,
@@ -172,7 +172,7 @@ def _quantize_features_kernel(
             tl.store(to, rare.to(out.dtype.element_ty), mask=here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["cu_seqlens", "starts"])
 def _quantize_tokens_kernel(
     x,
     out,

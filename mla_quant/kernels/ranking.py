@@ -1,7 +1,8 @@
 """Which scores N:M sparsity keeps: device functions shared by prefill and decode.
 
-Scores of a group come as separate tensors in the order of their tokens. A score is beaten by a
-larger one, and by an equal one of an earlier token.
+Scores of a group come as separate tensors in the order of their tokens, and leave with -inf in the
+place of those that are dropped. A score is beaten by a larger one, and by an equal one of an
+earlier token. NaN loses comparisons: a caller that must not lose it looks for it itself.
 """
 
 from __future__ import annotations
@@ -26,29 +27,29 @@ def join_4(a, b, c, d):
 
 
 @triton.jit
-def _not(x):
-    return x == 0
+def largest_2_of_4(a, b, c, d):
+    """The two largest of four scores, -inf for the others.
 
-
-@triton.jit
-def _at_least_two(x, y, z):
-    return (x & y) | (z & (x | y))
-
-
-@triton.jit
-def keep_2_of_4(a, b, c, d):
-    """Whether each of four scores is among the two largest: six comparisons, then mask logic."""
+    Of two pairs, both winners stay unless a loser beats the other pair's winner. Exchanges of
+    values cost less here than logic on predicates, which compilers turn into many selections.
+    """
     ab = a >= b
-    ac = a >= c
-    ad = a >= d
-    bc = b >= c
-    bd = b >= d
     cd = c >= d
+    first = tl.maximum(a, b)
+    first_loser = tl.minimum(a, b)
+    second = tl.maximum(c, d)
+    second_loser = tl.minimum(c, d)
+    both_first = first_loser >= second
+    both_second = second_loser > first
+    first = tl.where(both_second, float("-inf"), first)
+    first_loser = tl.where(both_first, first_loser, float("-inf"))
+    second = tl.where(both_first, float("-inf"), second)
+    second_loser = tl.where(both_second, second_loser, float("-inf"))
     return (
-        _at_least_two(ab, ac, ad),
-        _at_least_two(_not(ab), bc, bd),
-        _at_least_two(_not(ac), _not(bc), cd),
-        _at_least_two(_not(ad), _not(bd), _not(cd)),
+        tl.where(ab, first, first_loser),
+        tl.where(ab, first_loser, first),
+        tl.where(cd, second, second_loser),
+        tl.where(cd, second_loser, second),
     )
 
 
@@ -82,17 +83,22 @@ def _earlier_above(x, a, b, c, d):
 
 
 @triton.jit
-def keep_4_of_8(a, b, c, d, e, f, g, h):
-    """Whether each of eight scores is among the four largest."""
+def _below_4(rank, x):
+    return tl.where(rank < 4, x, float("-inf"))
+
+
+@triton.jit
+def largest_4_of_8(a, b, c, d, e, f, g, h):
+    """The four largest of eight scores, -inf for the others."""
     ra, rb, rc, rd = _rank_4(a, b, c, d)
     re, rf, rg, rh = _rank_4(e, f, g, h)
     return (
-        ra + _later_above(a, e, f, g, h) < 4,
-        rb + _later_above(b, e, f, g, h) < 4,
-        rc + _later_above(c, e, f, g, h) < 4,
-        rd + _later_above(d, e, f, g, h) < 4,
-        re + _earlier_above(e, a, b, c, d) < 4,
-        rf + _earlier_above(f, a, b, c, d) < 4,
-        rg + _earlier_above(g, a, b, c, d) < 4,
-        rh + _earlier_above(h, a, b, c, d) < 4,
+        _below_4(ra + _later_above(a, e, f, g, h), a),
+        _below_4(rb + _later_above(b, e, f, g, h), b),
+        _below_4(rc + _later_above(c, e, f, g, h), c),
+        _below_4(rd + _later_above(d, e, f, g, h), d),
+        _below_4(re + _earlier_above(e, a, b, c, d), e),
+        _below_4(rf + _earlier_above(f, a, b, c, d), f),
+        _below_4(rg + _earlier_above(g, a, b, c, d), g),
+        _below_4(rh + _earlier_above(h, a, b, c, d), h),
     )

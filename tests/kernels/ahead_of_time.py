@@ -1,6 +1,7 @@
 """Compile every kernel launch of the package for a GPU that need not be there.
 
     python -m tests.kernels.ahead_of_time 90        # compute capability 9.0
+    python -m tests.kernels.ahead_of_time variants  # how many of each kernel one model needs
 
 The host functions run on the CPU with their launches caught, so what is compiled is what they
 would launch. Every target gets every kernel with the tilings that its GPU would use; what costs
@@ -61,11 +62,13 @@ def capture(call: Callable[[], object]) -> list[tuple[JITFunction, dict[str, Any
     return launches
 
 
-def compile_launch(
-    kernel: JITFunction, arguments: dict[str, Any], options: dict[str, Any], capability: int
-) -> Any:
-    """Compile one launch, specialized as the launcher would."""
-    names = kernel.arg_names
+Specialization = tuple[
+    dict[str, str], dict[tuple[int, ...], Any], dict[tuple[int, ...], list[list[Any]]]
+]
+
+
+def specialization(kernel: JITFunction, arguments: dict[str, Any]) -> Specialization:
+    """Signature, constants and attributes that the launcher compiles a kernel for."""
     signature: dict[str, str] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
@@ -76,7 +79,8 @@ def compile_launch(
             constants[(i,)] = value
         elif isinstance(value, torch.Tensor):
             signature[parameter.name] = POINTERS[value.dtype]
-            attributes[(i,)] = [["tt.divisibility", 16]]
+            if not parameter.do_not_specialize_on_alignment:
+                attributes[(i,)] = [["tt.divisibility", 16]]
         elif isinstance(value, float):
             signature[parameter.name] = "fp32"
         elif parameter.do_not_specialize:
@@ -88,7 +92,15 @@ def compile_launch(
             signature[parameter.name] = "i32" if abs(value) < 2**31 else "i64"
             if value % 16 == 0:
                 attributes[(i,)] = [["tt.divisibility", 16]]
-    assert list(signature) == names
+    assert list(signature) == kernel.arg_names
+    return signature, constants, attributes
+
+
+def compile_launch(
+    kernel: JITFunction, arguments: dict[str, Any], options: dict[str, Any], capability: int
+) -> Any:
+    """Compile one launch, specialized as the launcher would."""
+    signature, constants, attributes = specialization(kernel, arguments)
     if kernel.is_gluon():
         from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -220,7 +232,51 @@ def other_calls() -> Iterator[Callable[[], object]]:
         yield lambda o=observer, x=x, v=valid: _collect_in_one_pass(o, x, v)
 
 
+def count_variants() -> dict[str, int]:
+    """How many variants of each kernel calls need that differ in lengths and in the batch alone."""
+    variants: dict[str, set[str]] = {}
+    formats = dict.fromkeys(["q_format", "k_format", "p_format", "v_format"], "nvfp4")
+    layout = operand_cache.OperandLayout(512, 64)
+    cache = torch.zeros(2, 64, 576, dtype=torch.bfloat16)
+    records = operand_cache.allocate(2, 64, layout, "cpu")
+    amax = torch.ones(6)
+
+    def step(batch: int, tokens: int) -> None:
+        lengths = torch.full((batch,), tokens, dtype=torch.int32)
+        starts = torch.arange(batch + 1, dtype=torch.int32) * tokens
+        table = torch.zeros(batch, 32, dtype=torch.int32)
+        q = torch.zeros(batch * tokens, 2, 192, dtype=torch.bfloat16)
+        kv = torch.zeros(batch * tokens, 2, 256, dtype=torch.bfloat16)
+        prefill.prefill_attention(
+            q, q, kv[..., 128:], starts, starts, tokens, tokens, scale=0.1, amax=amax[:4],
+            qk_segments=(128, 64), key_starts=lengths, **formats,
+        )  # fmt: skip
+        operand_cache.write_operands(
+            cache, records, layout, table, lengths, amax, cu_seqlens_new=starts,
+            max_new_tokens=100,
+        )  # fmt: skip
+        decode.decode_attention(
+            torch.zeros(batch, 2, 576, dtype=torch.bfloat16), cache, table, lengths, amax,
+            latent_width=512, scale=0.1, formats=decode.OperandFormats(), records=records,
+            layout=layout, num_splits=4,
+        )  # fmt: skip
+
+    for batch, tokens in ((1, 17), (2, 16), (3, 1), (16, 40)):
+        for kernel, arguments, options in capture(lambda b=batch, t=tokens: step(b, t)):
+            # Tensors of the batch come as parts of larger ones.
+            key = str((specialization(kernel, arguments), options))
+            variants.setdefault(kernel.__name__, set()).add(key)
+            flexible = {p.name for p in kernel.params if p.do_not_specialize_on_alignment}
+            sliced = {"cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_new", "starts",
+                      "key_starts", "query_starts", "seq_lens", "block_table"}  # fmt: skip
+            assert sliced & set(kernel.arg_names) <= flexible, kernel.__name__
+    return {name: len(keys) for name, keys in variants.items()}
+
+
 def main() -> None:
+    if sys.argv[1] == "variants":
+        print(json.dumps(count_variants()))
+        return
     number = int(sys.argv[1])
     capability = divmod(number, 10)
     seen = set()

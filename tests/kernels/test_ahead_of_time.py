@@ -10,16 +10,28 @@ import sys
 import pytest
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
-def test_compiles_and_fits(capability) -> None:
+def run(*arguments: str) -> str:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.ahead_of_time", str(capability)],
+        [sys.executable, "-m", "tests.kernels.ahead_of_time", *arguments],
         env=environment, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    return done.stdout
+
+
+def test_lengths_compile_nothing_new() -> None:
+    """An engine's users would wait for the compiler whenever a batch has another size."""
+    variants = json.loads(run("variants"))
+    # Whole programs of these need no masks.
+    assert variants.pop("_quantize_features_kernel") <= 3
+    assert set(variants.values()) == {1}, variants
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
+def test_compiles_and_fits(capability) -> None:
+    kernels = [json.loads(line) for line in run(str(capability)).splitlines()]
     assert {k["kernel"] for k in kernels} >= {
         "_prefill_kernel", "_quantize_features_kernel", "_quantize_tokens_kernel", "_merge_kernel",
         "_observe_kernel", "split_portable", "combine_ranges", "quantize_queries", "_write",

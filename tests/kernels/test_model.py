@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from mla_quant import fused
+from mla_quant import fused, kernels
 from mla_quant.attention import QuantMLAAttention, use_form
 from mla_quant.plugin import register_with_modelopt
 from mla_quant.recipes import parse_recipe, to_modelopt_config
@@ -121,3 +121,24 @@ def test_gradients_and_probabilities_keep_to_plain_torch(device, monkeypatch) ->
     model(inputs_embeds=embedded).logits.sum().backward()
     assert embedded.grad is not None
     assert bool(embedded.grad.abs().sum() > 0)
+
+
+def test_a_growing_cache_keeps_its_kernel(monkeypatch) -> None:
+    """A kernel is compiled for a size of page, which once was the cache's length."""
+    shapes = []
+    original = kernels.decode_attention
+
+    def decode_attention(q: Tensor, cache: Tensor, *args: Any, **kwargs: Any) -> Any:
+        shapes.append(cache.shape[1:])
+        return original(q, cache, *args, **kwargs)
+
+    monkeypatch.setattr(kernels, "decode_attention", decode_attention)
+    operands = {name: ("none", 1.0) for name in fused.ABSORBED}
+    for keys in (1, 63, 64, 65):
+        new = torch.zeros
+        out = fused.absorbed(
+            new(1, 2, 1, 32), new(1, 2, 1, 16), new(1, 1, keys, 32), new(1, 1, keys, 16), operands,
+            scale=1.0, sparsity=None, starts=torch.tensor([keys - 1], dtype=torch.int32),
+        )  # fmt: skip
+        assert out.shape == (1, 2, 1, 32)
+    assert len(set(shapes)) == 1
