@@ -28,7 +28,12 @@ from mla_quant import fused
 from mla_quant.errors import CalibrationError, ConfigError, UnsupportedModelError
 from mla_quant.families import Geometry
 from mla_quant.formats import NVFP4
-from mla_quant.observers import Observer, collect_together
+from mla_quant.observers import (
+    Observer,
+    collect_together,
+    head_chunks,
+    observed_probabilities,
+)
 from mla_quant.quantizers import operand_format, quantizer_amax, quantizer_settings
 from mla_quant.recipes import (
     ABSORBED_OPERANDS,
@@ -41,8 +46,9 @@ from mla_quant.reference import (
     RANKED_PATTERNS,
     Sparsity,
     attention,
-    full_precision_matmul,
+    matmul_fp32,
     quantize,
+    saturating_cast,
     split_segments,
 )
 
@@ -50,12 +56,6 @@ ATTENTION_IMPLEMENTATION = "mla_quant"
 """Key of `route_attention` among transformers' attention functions."""
 
 Form = Literal["projected", "absorbed", "auto"]
-
-OBSERVED_P_ROWS = 16
-"""Query rows of a call whose probabilities are observed; all would cost O(tokens^2) memory."""
-
-_HEAD_CHUNK_VALUES = 1 << 25
-"""Absorbed Q is observed some heads at a time, to bound its fp32 memory to 128 MiB."""
 
 
 class _ConfigView:
@@ -576,7 +576,7 @@ class QuantMLAAttention(QuantModule):  # type: ignore[misc]  # untyped base
         """Quantize-dequantize one operand in fp32; in the model's dtype if it is not quantized."""
         quantizer = self.quantizer(operand)
         if not (quantizer.is_enabled and quantizer._if_quant):
-            return _saturating_cast(x, model_dtype)
+            return saturating_cast(x, model_dtype)
         rounded: Tensor = quantizer(x.float())
         if self.measurement is not None:
             mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=x.device)
@@ -639,16 +639,16 @@ class QuantMLAAttention(QuantModule):  # type: ignore[misc]  # untyped base
     def _absorb(self, query: Tensor, heads: slice) -> Tensor:
         """The latent part of `absorbed_query`, in the model's dtype if rounded to it."""
         w_uk, _ = self._up_projection()
-        latent = _matmul_fp32(query[:, heads, :, : self.geometry.qk_nope_head_dim], w_uk[heads])
+        latent = matmul_fp32(query[:, heads, :, : self.geometry.qk_nope_head_dim], w_uk[heads])
         settings = quantizer_settings(self.quantizer("q_latent"))
         if settings.get("absorbed_query") == "model":
-            return _saturating_cast(latent, query.dtype)
+            return saturating_cast(latent, query.dtype)
         return latent
 
     def _up_project(self, out: Tensor) -> Tensor:
         """[batch, heads, queries, kv_lora_rank] -> fp32 [batch, heads, queries, v_head_dim]."""
         _, w_uv = self._up_projection()
-        return _matmul_fp32(out, w_uv.mT)
+        return matmul_fp32(out, w_uv.mT)
 
     # -- calibration --------------------------------------------------------------------------
 
@@ -710,7 +710,7 @@ class QuantMLAAttention(QuantModule):  # type: ignore[misc]  # untyped base
         if "v" in wanted:
             self._collect("v", new(value), tokens)
         if "q_latent" in wanted:
-            for heads in _head_chunks(query, self.geometry.kv_lora_rank):
+            for heads in head_chunks(query, self.geometry.kv_lora_rank):
                 self._collect("q_latent", self._absorb(query, heads), rows)
         if "q_rope" in wanted and self.geometry.qk_rope_head_dim:
             self._collect("q_rope", query[..., self.geometry.qk_nope_head_dim :], rows)
@@ -722,43 +722,17 @@ class QuantMLAAttention(QuantModule):  # type: ignore[misc]  # untyped base
         if "k_rope" in wanted and self.geometry.qk_rope_head_dim:
             self._collect("k_rope", new(call.rope), tokens)
         if "p" in wanted:
-            self._observe_p(query, visible.move(key), visible, scaling)
+            for p, valid in observed_probabilities(
+                query,
+                visible.move(key),
+                scaling,
+                positions=visible.positions,
+                allowed=visible.allowed,
+                bias=visible.bias,
+                real=visible.queries,
+            ):
+                self._collect("p", p, valid)
         self._collect_pending()
-
-    def _observe_p(self, query: Tensor, key: Tensor, visible: _Visible, scaling: float) -> None:
-        queries, keys = query.shape[2], key.shape[2]
-        step = max(1, -(-queries // OBSERVED_P_ROWS))
-        rows = torch.arange(queries - 1, -1, -step, device=query.device).flip(0)
-        if visible.positions is None:
-            positions = rows + (keys - queries)
-        else:
-            positions = visible.positions[..., rows]
-        allowed = torch.arange(keys, device=query.device) <= positions[..., None]
-        if visible.allowed is not None:
-            allowed = visible.allowed[:, :, rows] if visible.allowed.shape[2] > 1 else allowed
-        if visible.queries is not None:
-            allowed = allowed & visible.queries[:, None, rows, None]
-        collected: list[Tensor] = []
-
-        def keep(p: Tensor) -> Tensor:
-            collected.append(p)
-            return p
-
-        attention(
-            [query[:, :, rows]],
-            [key],
-            key[..., :1],
-            scale=scaling,
-            allowed=allowed,
-            bias=None if visible.bias is None else visible.bias[:, :, rows],
-            quantize_p=keep,
-        )
-        valid = allowed if allowed.dim() == 4 else allowed.expand(1, 1, -1, -1)
-        done = 0
-        for p in collected:
-            count = p.shape[2]
-            self._collect("p", p, valid[:, :, done : done + count])
-            done += count
 
     def _collect(self, operand: str, x: Tensor, valid: Tensor | None) -> None:
         if self.observers is not None:
@@ -784,32 +758,6 @@ def _whole_blocks(tokens: _Count) -> _Count:
     block = NVFP4.block_size
     assert block is not None
     return tokens // block * block
-
-
-def _head_chunks(query: Tensor, width: int) -> Iterator[slice]:
-    batch, heads, queries, _ = query.shape
-    size = max(1, _HEAD_CHUNK_VALUES // max(1, batch * queries * width))
-    for start in range(0, heads, size):
-        yield slice(start, start + size)
-
-
-def _matmul_fp32(x: Tensor, weight: Tensor) -> Tensor:
-    """[batch, heads, rows, n] @ [heads, n, m], accumulated and returned in fp32."""
-    if x.device.type == "cuda" and x.dtype == weight.dtype and x.dtype != torch.float32:
-        batch, heads, rows, width = x.shape
-        flat = x.transpose(0, 1).reshape(heads, batch * rows, width)
-        out = torch.bmm(flat, weight, out_dtype=torch.float32)
-        return out.view(heads, batch, rows, -1).transpose(0, 1)
-    with full_precision_matmul():
-        return x.float() @ weight.float()
-
-
-def _saturating_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x` in a dtype; what does not fit becomes its largest value, not Inf."""
-    if x.dtype == dtype:
-        return x
-    limit = torch.finfo(dtype).max
-    return x.to(dtype).clamp(-limit, limit)
 
 
 def _plain_weight(linear: nn.Module) -> Tensor:

@@ -533,20 +533,40 @@ def collect_settings(
 
 def collect_statistics(model: nn.Module) -> list[dict[str, Any]]:
     """Statistics of every operand of every layer, as plain data."""
-    records = []
-    for name, statistics in layer_statistics(model).items():
-        module = quant_mla_layers(model)[name]
-        for operand, observer in statistics.items():
-            amax = float(quantizer_amax(module.quantizer(operand), f"{name}.{operand}"))
-            records.append(
-                {
-                    "layer": name,
-                    "layer_index": layer_index(name),
-                    "operand": operand,
-                    **observer.summary(amax),
-                }
-            )
-    return records
+    layers = {}
+    for name, module in quant_mla_layers(model).items():
+        layers[name] = {
+            operand: float(quantizer_amax(module.quantizer(operand), f"{name}.{operand}"))
+            for operand in module.observed_operands()
+        }
+    return _records(layer_statistics(model), layers)
+
+
+def statistics_records(
+    observers: Mapping[str, Mapping[str, Observer]], layers: Mapping[str, LayerSettings]
+) -> list[dict[str, Any]]:
+    """As `collect_statistics`, of observers that are not in a model."""
+    amax = {
+        name: {operand: layers[name].operand(operand).amax for operand in operands}
+        for name, operands in observers.items()
+    }
+    return _records(observers, amax)
+
+
+def _records(
+    observers: Mapping[str, Mapping[str, Observer]],
+    amax: Mapping[str, Mapping[str, float | None]],
+) -> list[dict[str, Any]]:
+    return [
+        {
+            "layer": name,
+            "layer_index": layer_index(name),
+            "operand": operand,
+            **observer.summary(amax[name][operand]),
+        }
+        for name, operands in observers.items()
+        for operand, observer in operands.items()
+    ]
 
 
 def apply_settings(model: nn.Module, settings: Settings) -> nn.Module:

@@ -294,7 +294,7 @@ def check_target(out: Path, *, overwrite: bool) -> None:
 
 
 def export_checkpoint(
-    model: nn.Module,
+    model: nn.Module | None,
     out: str | Path,
     settings: Settings,
     *,
@@ -302,6 +302,7 @@ def export_checkpoint(
     tokenizer: Any = None,
     statistics: Sequence[Mapping[str, Any]] = (),
     reference_samples: Sequence[Sequence[int]] = (),
+    reference: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     max_shard_size: str = "5GB",
 ) -> Path:
@@ -309,13 +310,15 @@ def export_checkpoint(
 
     Args:
         model: Converted and calibrated. If its weights are quantized, ModelOpt's exporter packs
-            them in place: the model cannot be run afterwards.
+            them in place: the model cannot be run afterwards. None where another engine has it:
+            then `source` has the weights, and `reference` the logits.
         out: Folder to create; it appears when it is complete and not before.
         settings: From `mla_quant.calibration.collect_settings`.
         source: Checkpoint the model was loaded from: its files are copied.
         tokenizer: Saved if there is no source.
         statistics: From `mla_quant.calibration.collect_statistics`.
         reference_samples: Token ids whose logits are recorded for `verify`.
+        reference: Their logits, as `reference_logits` returns them; None: computed here.
         overwrite: Replace an existing folder.
         max_shard_size: Of newly written weight files.
 
@@ -328,7 +331,10 @@ def export_checkpoint(
     """
     out = Path(out)
     check_target(out, overwrite=overwrite)
-    _check_fused_pairs(model)
+    if model is None:
+        assert source is not None and settings.recipe.weights == "none"
+    else:
+        _check_fused_pairs(model)
     out.absolute().parent.mkdir(parents=True, exist_ok=True)
     for left_over in out.absolute().parent.glob(f".{glob.escape(out.name)}.partial-*"):
         shutil.rmtree(left_over, ignore_errors=True)  # of a run that was killed while exporting
@@ -339,9 +345,13 @@ def export_checkpoint(
         side.mkdir()
         weights_quantized = settings.recipe.weights != "none"
         if weights_quantized:
+            assert model is not None
             _settle_weights(model)
         if reference_samples:
-            _write_reference(model, reference_samples, temporary / REFERENCE_FILE)
+            if reference is None:
+                assert model is not None
+                reference = reference_logits(model, reference_samples)
+            _write_reference(reference, reference_samples, temporary / REFERENCE_FILE)
         write_json(temporary / STATISTICS_FILE, list(statistics))
         _write_weights(model, temporary, source, weights_quantized, max_shard_size)
         if source is not None:
@@ -388,10 +398,11 @@ def _publish(temporary: Path, out: Path) -> None:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def _check_disk(model: nn.Module, source: Checkpoint | None, out: Path) -> None:
+def _check_disk(model: nn.Module | None, source: Checkpoint | None, out: Path) -> None:
     if source is not None:
         need = sum(f.stat().st_size for f in source.files)
     else:
+        assert model is not None
         need = sum(p.numel() * p.element_size() for p in model.parameters())
     free = shutil.disk_usage(out.absolute().parent).free
     if need > free:
@@ -417,13 +428,14 @@ def _check_fused_pairs(model: nn.Module) -> None:
 
 
 def _write_weights(
-    model: nn.Module,
+    model: nn.Module | None,
     folder: Path,
     source: Checkpoint | None,
     weights_quantized: bool,
     max_shard_size: str,
 ) -> None:
     if weights_quantized:
+        assert model is not None
         _export_quantized_weights(model, folder, max_shard_size)
         return
     if source is not None and source.files:
@@ -434,6 +446,7 @@ def _write_weights(
             shutil.copyfile(index, folder / INDEX_FILE)
         _copy_config(source, folder)
         return
+    assert model is not None
     plain = {k: v for k, v in model.state_dict().items() if "_quantizer" not in k}
     config = model.config
     try:
@@ -586,15 +599,13 @@ def reference_logits(model: nn.Module, samples: Sequence[Sequence[int]]) -> dict
         fp32 [sequences, positions, vocabulary].
     """
     device = input_device(model)
-    shortest = min(len(sample) for sample in samples)
 
     def run() -> Any:
         rows = []
         for sample in samples:
             ids = torch.tensor([list(sample)], device=device)
             logits = model(input_ids=ids, use_cache=False).logits[0]
-            affordable = max(1, REFERENCE_LOGITS // (len(samples) * logits.shape[-1]))
-            positions = min(REFERENCE_POSITIONS, affordable, shortest)
+            positions = reference_positions(samples, logits.shape[-1])
             rows.append(logits[-positions:].float().cpu().numpy())
         return np.stack(rows)
 
@@ -607,17 +618,23 @@ def reference_logits(model: nn.Module, samples: Sequence[Sequence[int]]) -> dict
     return result
 
 
+def reference_positions(samples: Sequence[Sequence[int]], vocabulary: int) -> int:
+    """How many of the last positions of each sample are recorded."""
+    affordable = max(1, REFERENCE_LOGITS // (len(samples) * vocabulary))
+    return min(REFERENCE_POSITIONS, affordable, *(len(sample) for sample in samples))
+
+
 def choose_reference_samples(samples: Sequence[Sequence[int]]) -> list[list[int]]:
     """Beginnings of the first samples that are long enough."""
     usable = [s for s in samples if len(s) >= REFERENCE_TOKENS] or list(samples)
     return [list(s[:REFERENCE_TOKENS]) for s in usable[:REFERENCE_SEQUENCES]]
 
 
-def _write_reference(model: nn.Module, samples: Sequence[Sequence[int]], path: Path) -> None:
-    samples = [list(s) for s in samples]
-    logits = reference_logits(model, samples)
-    tokens = {f"tokens_{i}": np.asarray(s, dtype=np.int64) for i, s in enumerate(samples)}
-    arrays: dict[str, Any] = tokens | logits
+def _write_reference(
+    logits: Mapping[str, Any], samples: Sequence[Sequence[int]], path: Path
+) -> None:
+    tokens = {f"tokens_{i}": np.asarray(list(s), dtype=np.int64) for i, s in enumerate(samples)}
+    arrays: dict[str, Any] = tokens | dict(logits)
     np.savez_compressed(path, **arrays)
 
 

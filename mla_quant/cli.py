@@ -173,6 +173,12 @@ def calibrate(
     dtype: Dtype = "auto",
     attn_implementation: Attn = None,
     trust_remote_code: Remote = False,
+    engine: Annotated[
+        str, typer.Option(help="transformers, or vllm: runs the model over several GPUs.")
+    ] = "transformers",
+    tensor_parallel_size: Annotated[
+        int, typer.Option(help="GPUs that share every layer, for --engine vllm.")
+    ] = 1,
     max_shard_size: Annotated[str, typer.Option(help="Of newly written weight files.")] = "5GB",
     dry_run: Annotated[
         bool, typer.Option(help="Print what would be quantized; read no weights.")
@@ -199,6 +205,7 @@ def calibrate(
         num_samples=num_samples, seq_len=seq_len, seed=seed,
     )  # fmt: skip
     parse_dtype(dtype)
+    _check_engine(engine, chosen, tensor_parallel_size, device, attn_implementation, resume)
     device = parse_device(device)
     if not dry_run:
         check_target(out, overwrite=overwrite or (resume and (out / SETTINGS_FILE).is_file()))
@@ -210,7 +217,12 @@ def calibrate(
             checkpoint, chosen, spec, out, batch_size, device, dtype, attn_implementation,
             trust_remote_code, max_shard_size, resume, overwrite, not as_json,
         )  # fmt: skip
-        result = run.plan_only() if dry_run else run.run()
+        if dry_run:
+            result = run.plan_only()
+        elif engine == "vllm":
+            result = run.run_in_vllm(tensor_parallel_size)
+        else:
+            result = run.run()
     if os.environ.get("RANK", "0") != "0":
         return  # one of several processes: the first one reports
     if as_json:
@@ -220,6 +232,34 @@ def calibrate(
     elif result:
         _print_statistics(result)
         err_console.print(f"wrote {out}: {result['summary']}", highlight=False)
+
+
+def _check_engine(
+    engine: str, recipe: Recipe, tensor_parallel_size: int, device: str, attn: str | None,
+    resume: bool,
+) -> None:  # fmt: skip
+    """Refuse options that the engine would ignore."""
+    if engine not in ("transformers", "vllm"):
+        raise ConfigError(f"--engine must be transformers or vllm, got {engine!r}")
+    if engine == "transformers":
+        if tensor_parallel_size != 1:
+            raise ConfigError(
+                "--tensor-parallel-size belongs to --engine vllm; with transformers use --device "
+                "balanced"
+            )
+        return
+    from mla_quant.integrations.vllm_calibration import check_recipe
+
+    check_recipe(recipe)
+    if tensor_parallel_size < 1:
+        raise ConfigError(f"--tensor-parallel-size must be at least 1, got {tensor_parallel_size}")
+    for option, given in (
+        ("--device", device != "auto"),
+        ("--attn-implementation", attn is not None),
+        ("--resume", resume),
+    ):
+        if given:
+            raise ConfigError(f"{option} has no meaning for --engine vllm; leave it out")
 
 
 def _check_apart(model: Path, out: Path) -> None:
@@ -319,6 +359,106 @@ class _Calibration:
             _barrier(world)
         return result
 
+    def run_in_vllm(self, tensor_parallel_size: int) -> dict[str, Any]:
+        """Calibrate in vLLM's workers; the checkpoint is the same but for its absorbed logits."""
+        from mla_quant.calibration import fingerprint, samples_digest, statistics_records
+        from mla_quant.checkpoint import (
+            choose_reference_samples,
+            export_checkpoint,
+            reference_positions,
+        )  # fmt: skip
+        from mla_quant.data import describe, load_samples
+        from mla_quant.families import find_mla_layers
+        from mla_quant.integrations import vllm_calibration as engine
+        from mla_quant.loading import load_tokenizer, meta_model
+        from mla_quant.settings import ModelSettings, Producer, Settings
+
+        started = time.monotonic()
+        tokenizer = load_tokenizer(self.checkpoint.folder, trust_remote_code=self.trust_remote_code)
+        plan = self.plan()
+        structure = meta_model(self.checkpoint.config, trust_remote_code=self.trust_remote_code)
+        discovered = find_mla_layers(structure).require()
+        samples = load_samples(self.spec, tokenizer)
+        formats = {
+            layer: {operand: fmt for operand, fmt in operands.items() if fmt != "none"}
+            for layer, operands in plan.layers.items()
+        }
+        llm = engine.load(
+            str(self.checkpoint.folder),
+            max(map(len, samples)),
+            self.batch_size,
+            dtype=self.dtype,
+            tensor_parallel_size=tensor_parallel_size,
+            trust_remote_code=self.trust_remote_code,
+        )
+        observers = engine.collect(llm, formats, samples, self.recipe)
+        dtype = str(llm.llm_engine.model_config.dtype).removeprefix("torch.")
+        settings = Settings(
+            producer=Producer(name="mla_quant", version=__version__),
+            model=ModelSettings(
+                source=self.checkpoint.source,
+                family=str(self.checkpoint.config.model_type),
+                geometry=discovered[-1].geometry.as_dict(),
+            ),
+            recipe=self.recipe,
+            layers=engine.layer_settings(
+                [layer.name for layer in discovered], formats, observers, self.recipe
+            ),
+            calibration={
+                "data": self.spec.source,
+                "samples": len(samples),
+                "tokens": sum(len(s) for s in samples),
+                "seq_len": self.spec.seq_len,
+                "seed": self.spec.seed,
+                "dtype": dtype,
+                "engine": "vllm",
+                "tensor_parallel_size": tensor_parallel_size,
+                "notes": self.checkpoint.notes,
+                "uncalibrated": [],
+                "fingerprint": fingerprint(
+                    recipe=self.recipe.model_dump(),
+                    data=samples_digest(samples),
+                    dtype=self.dtype,
+                    version=__version__,
+                ),
+            },
+        )
+        chosen = choose_reference_samples(samples)
+        positions = reference_positions(chosen, llm.llm_engine.model_config.get_vocab_size())
+        statistics = statistics_records(observers, settings.layers)
+        export_checkpoint(
+            None, self.out, settings, source=self.checkpoint, statistics=statistics,
+            reference_samples=chosen,
+            reference=engine.reference_logits(llm, settings, chosen, positions),
+            overwrite=self.overwrite, max_shard_size=self.max_shard_size,
+        )  # fmt: skip
+        result = self._summary(settings, samples, statistics)
+        return result | {
+            "batch_size": self.batch_size,
+            "processes": tensor_parallel_size,
+            "seconds": round(time.monotonic() - started, 2),
+            "data": describe(self.spec),
+        }
+
+    def _summary(
+        self, written: Settings, samples: Sequence[list[int]], statistics: list[dict[str, Any]]
+    ) -> dict[str, Any]:
+        return {
+            "out": str(self.out),
+            "recipe": self.recipe.name,
+            "layers": len(written.layers),
+            "samples": len(samples),
+            "tokens": written.calibration["tokens"],
+            "statistics": [
+                {k: v for k, v in record.items() if not k.endswith("histogram")}
+                for record in statistics
+            ],
+            "uncalibrated": written.calibration["uncalibrated"],
+            "notes": self.checkpoint.notes,
+            "summary": f"{len(written.layers)} layers, recipe {self.recipe.name}, "
+            f"{written.calibration['tokens']} tokens",
+        }
+
     def _finished(self, settings: dict[str, str]) -> bool:
         from mla_quant.errors import CalibrationError
         from mla_quant.settings import SETTINGS_FILE, read_settings
@@ -397,22 +537,9 @@ class _Calibration:
             reference_samples=choose_reference_samples(samples),
             overwrite=self.overwrite, max_shard_size=self.max_shard_size,
         )  # fmt: skip
-        return {
-            "out": str(self.out),
-            "recipe": self.recipe.name,
-            "layers": len(written.layers),
-            "samples": len(samples),
-            "tokens": written.calibration["tokens"],
+        return self._summary(written, samples, statistics) | {
             "batch_size": loop.halved_to or self.batch_size,
             "processes": world,
-            "statistics": [
-                {k: v for k, v in record.items() if not k.endswith("histogram")}
-                for record in statistics
-            ],
-            "uncalibrated": written.calibration["uncalibrated"],
-            "notes": self.checkpoint.notes,
-            "summary": f"{len(written.layers)} layers, recipe {self.recipe.name}, "
-            f"{written.calibration['tokens']} tokens",
         }
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mla_quant.formats import NVFP4, OperandFormat
-from mla_quant.reference import quantize_dequantize
+from mla_quant.reference import attention, quantize_dequantize
 
 LOG2_LOWER = -32
 """Lower edge of the first bin, log2. Smaller magnitudes count as `zeros`."""
@@ -34,6 +34,12 @@ _BASE = (127 + LOG2_LOWER) << _SUB_BITS
 
 SAMPLE_TOKENS = 64
 """Tokens of each sequence and head that a call adds to the histograms, at most."""
+
+OBSERVED_P_ROWS = 16
+"""Query rows of a call whose probabilities are observed; all would cost O(tokens^2) memory."""
+
+_HEAD_CHUNK_VALUES = 1 << 25
+"""Absorbed Q is observed some heads at a time, to bound its fp32 memory to 128 MiB."""
 
 MSE_CANDIDATES = tuple(2.0 ** (-i / 8) for i in range(25))
 """Fractions of the observed maximum that the "mse" observer tries: down to an eighth."""
@@ -296,6 +302,70 @@ def _finite_maximum(x: Tensor) -> tuple[Tensor, Tensor | None]:
 def _blanked(x: Tensor, valid: Tensor | None) -> Tensor:
     """Zeros for what does not count; a block of nothing else is left out of the histogram."""
     return x if valid is None else torch.where(valid, x, torch.zeros_like(x))
+
+
+def head_chunks(query: Tensor, width: int) -> Iterator[slice]:
+    """Some heads of a query [batch, heads, queries, ...] at a time, to observe absorbed Q."""
+    batch, heads, queries, _ = query.shape
+    size = max(1, _HEAD_CHUNK_VALUES // max(1, batch * queries * width))
+    for start in range(0, heads, size):
+        yield slice(start, start + size)
+
+
+def observed_probabilities(
+    query: Tensor,
+    key: Tensor,
+    scale: float,
+    *,
+    positions: Tensor | None = None,
+    allowed: Tensor | None = None,
+    bias: Tensor | None = None,
+    real: Tensor | None = None,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Probabilities of an evenly spaced choice of a call's rows, the last row among them.
+
+    Args:
+        query: [batch, heads, queries, width].
+        key: [batch, heads or 1, keys, width].
+        scale: Softmax scale.
+        positions: int64 [batch, 1, queries]: of the queries; None: the last keys' positions.
+        allowed: bool, broadcastable to [batch, heads, queries, keys]; None: causal.
+        bias: Added to the scores, or None.
+        real: bool [batch, queries]: queries that are no padding; None: all.
+
+    Yields:
+        P [batch, heads, rows, keys] before quantization, and which of it counts.
+    """
+    queries, keys = query.shape[2], key.shape[2]
+    step = max(1, -(-queries // OBSERVED_P_ROWS))
+    rows = torch.arange(queries - 1, -1, -step, device=query.device).flip(0)
+    at = rows + (keys - queries) if positions is None else positions[..., rows]
+    readable = torch.arange(keys, device=query.device) <= at[..., None]
+    if allowed is not None:
+        readable = allowed[:, :, rows] if allowed.shape[2] > 1 else readable
+    if real is not None:
+        readable = readable & real[:, None, rows, None]
+    collected: list[Tensor] = []
+
+    def keep(p: Tensor) -> Tensor:
+        collected.append(p)
+        return p
+
+    attention(
+        [query[:, :, rows]],
+        [key],
+        key[..., :1],
+        scale=scale,
+        allowed=readable,
+        bias=None if bias is None else bias[:, :, rows],
+        quantize_p=keep,
+    )
+    valid = readable if readable.dim() == 4 else readable.expand(1, 1, -1, -1)
+    done = 0
+    for p in collected:
+        count = p.shape[2]
+        yield p, valid[:, :, done : done + count]
+        done += count
 
 
 def flush_threshold(fmt: OperandFormat, amax: float) -> float:

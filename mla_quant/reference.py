@@ -375,6 +375,25 @@ def full_precision_matmul() -> Iterator[None]:
         torch.set_float32_matmul_precision(previous)
 
 
+def matmul_fp32(x: Tensor, weight: Tensor) -> Tensor:
+    """[batch, heads, rows, n] @ [heads, n, m], accumulated and returned in fp32."""
+    if x.device.type == "cuda" and x.dtype == weight.dtype and x.dtype != torch.float32:
+        batch, heads, rows, width = x.shape
+        flat = x.transpose(0, 1).reshape(heads, batch * rows, width)
+        out = torch.bmm(flat, weight, out_dtype=torch.float32)
+        return out.view(heads, batch, rows, -1).transpose(0, 1)
+    with full_precision_matmul():
+        return x.float() @ weight.float()
+
+
+def saturating_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` in a dtype; what does not fit becomes its largest value, not Inf."""
+    if x.dtype == dtype:
+        return x
+    limit = torch.finfo(dtype).max
+    return x.to(dtype).clamp(-limit, limit)
+
+
 def attention(
     q_parts: Sequence[Tensor],
     k_parts: Sequence[Tensor],

@@ -15,7 +15,7 @@ import functools
 import importlib.util
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -40,6 +40,8 @@ logger = logging.getLogger("vllm.mla_quant")
 
 _LAYER_SUFFIXES = (".mla_attn", ".attn")
 """What vLLM appends to the name of an attention module for the attention proper."""
+ENABLED = "mla_quant"
+"""Key of vLLM's `--additional-config`: false serves a checkpoint as if it had no settings."""
 SIDE_CACHE = "mla_quant_side_cache"
 """Key of vLLM's `--additional-config`: false keeps the KV cache as it is, and quantizes K and V
 whenever they are read."""
@@ -107,6 +109,19 @@ class Plan:
             f"mla_quant: {len(self.layers)} attention layers quantized ({listed}), fused kernels, "
             f"{cache}{left}"
         )
+
+
+def enabled(vllm_config: Any) -> bool:
+    """Whether `--additional-config` lets the plugin act.
+
+    Raises:
+        ConfigError: It says something else than true or false.
+    """
+    additional = vllm_config.additional_config
+    value = additional.get(ENABLED, True) if isinstance(additional, dict) else True
+    if not isinstance(value, bool):
+        raise ConfigError(f"additional_config {ENABLED} is {value!r}; it must be true or false")
+    return value
 
 
 def find_settings(model: str, revision: str | None = None) -> Settings | None:
@@ -192,7 +207,7 @@ def plan(model: torch.nn.Module, settings: Settings, vllm_config: Any) -> Plan:
     for name, module in model.named_modules():
         if not isinstance(module, MLAAttention):
             continue
-        layer = _hugging_face_name(module.layer_name, settings)
+        layer = hugging_face_name(module.layer_name, settings.layers)
         if layer is None:
             untouched.append(module.layer_name)
             continue
@@ -203,7 +218,14 @@ def plan(model: torch.nn.Module, settings: Settings, vllm_config: Any) -> Plan:
             sparsity,
             bool(recipe.sparsity and recipe.sparsity.sparse_decode),
             wanted is True and _has_stored_operands(settings.layers[layer]),
-            _rope_in_halves(vllm_config),
+            rope_in_halves(vllm_config),
+        )
+    connector = getattr(vllm_config, "kv_transfer_config", None)
+    if connector is not None and any(layer.side_cache for layer in layers.values()):
+        problems.append(
+            f"the KV connector {getattr(connector, 'kv_connector', None)!r} moves pages of the KV "
+            "cache, and with a side cache they are not those it knows; set additional_config "
+            f"{SIDE_CACHE} to false"
         )
     if not layers:
         ours, theirs = ", ".join(list(settings.layers)[:2]), ", ".join(untouched[:2]) or "none"
@@ -217,15 +239,15 @@ def plan(model: torch.nn.Module, settings: Settings, vllm_config: Any) -> Plan:
     return Plan(layers, tuple(untouched))
 
 
-def _hugging_face_name(layer_name: str, settings: Settings) -> str | None:
-    """Name in the settings of vLLM's layer, whatever prefix either gives to it."""
+def hugging_face_name(layer_name: str, known: Collection[str]) -> str | None:
+    """Which of the known module names is vLLM's layer, whatever prefix either gives to it."""
     for suffix in _LAYER_SUFFIXES:
         layer_name = layer_name.removesuffix(suffix)
-    if layer_name in settings.layers:
+    if layer_name in known:
         return layer_name
     # Multimodal models nest the language model at different places.
     tail = layer_name[layer_name.find("layers.") :]
-    found = [name for name in settings.layers if name.endswith(tail)]
+    found = [name for name in known if name.endswith(tail)]
     return found[0] if tail.startswith("layers.") and len(found) == 1 else None
 
 
@@ -237,7 +259,8 @@ def _has_stored_operands(settings: LayerSettings) -> bool:
 _INTERLEAVED_BY_DEFAULT = ("deepseek_v3", "kimi_k2")
 
 
-def _rope_in_halves(vllm_config: Any) -> bool:
+def rope_in_halves(vllm_config: Any) -> bool:
+    """Whether transformers rotates this model's rope part in halves; see `LayerPlan`."""
     config = vllm_config.model_config.hf_text_config
     default = getattr(config, "model_type", None) in _INTERLEAVED_BY_DEFAULT
     return bool(getattr(config, "rope_interleave", default))
@@ -329,7 +352,7 @@ def install(
         ConfigError: Every reason why the model cannot be served so; nothing was changed.
         CheckpointError: The settings are missing or not valid.
     """
-    model, vllm_config = _model_and_config(model_or_worker)
+    model, vllm_config = model_and_config(model_or_worker)
     if settings is None:
         found = find_settings(vllm_config.model_config.model, vllm_config.model_config.revision)
         if found is None:
@@ -350,7 +373,8 @@ def install(
     return planned
 
 
-def _model_and_config(model_or_worker: Any) -> tuple[torch.nn.Module, Any]:
+def model_and_config(model_or_worker: Any) -> tuple[torch.nn.Module, Any]:
+    """A model and vLLM's config, from a model, a worker or a model runner."""
     holder = model_or_worker
     if not isinstance(holder, torch.nn.Module):
         holder = getattr(holder, "model_runner", holder)
@@ -414,16 +438,36 @@ def _wrap(module: Any) -> None:
     def load_model(
         self: Any, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        settings = find_settings(model_config.model, model_config.revision)
+        settings = None
+        if enabled(vllm_config):
+            settings = find_settings(model_config.model, model_config.revision)
         model = original(self, vllm_config, model_config, *args, **kwargs)
-        if settings is not None:
-            planned = plan(model, settings, vllm_config)
-            publish(model, planned, vllm_config)
-            logger.info(planned.summary())
+        if settings is None:
+            return model
+        if _is_draft(vllm_config, model_config) and not _has_layer_of(settings, model):
+            # Draft layers (MTP) are in the same checkpoint, and were not calibrated.
+            logger.info("mla_quant: the draft model's attention stays as it is")
+            return model
+        planned = plan(model, settings, vllm_config)
+        publish(model, planned, vllm_config)
+        logger.info(planned.summary())
         return model
 
     load_model._mla_quant = True  # type: ignore[attr-defined]
     loader.load_model = load_model
+
+
+def _is_draft(vllm_config: Any, model_config: Any) -> bool:
+    """Whether what is loaded only proposes tokens."""
+    speculative = getattr(vllm_config, "speculative_config", None)
+    draft = getattr(speculative, "draft_model_config", None)
+    return model_config is draft and model_config is not vllm_config.model_config
+
+
+def _has_layer_of(settings: Settings, model: torch.nn.Module) -> bool:
+    """Whether some attention layer of a model has settings."""
+    names = (getattr(module, "layer_name", None) for module in model.modules())
+    return any(name and hugging_face_name(name, settings.layers) for name in names)
 
 
 __all__ = ["LayerPlan", "Plan", "find_settings", "install", "plan", "publish", "register"]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import math
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -61,9 +62,17 @@ class LayerState:
         self.prefill_amax = new(planned.amax(PROJECTED))
         self.decode_amax = new(planned.amax(ABSORBED))
         self.segments = tuple(w for w in (impl.qk_nope_head_dim, impl.qk_rope_head_dim) if w)
+        # That of this layer's engine: vLLM has one manager a process, which a second engine in
+        # it replaces, while graphs of the first one still write where it reserved scratch.
+        self.workspace: Any = None
         self.layout: OperandLayout | None = None
         if planned.side_cache:
             self.layout = OperandLayout(impl.kv_lora_rank, impl.qk_rope_head_dim, k, v, k_rope)
+
+    def kind(self) -> tuple[Any, ...]:
+        """What kernels are compiled for; layers with equal ones share them."""
+        formats = (*self.prefill_formats.values(), self.decode_formats)
+        return (*formats, self.plan.sparsity, self.plan.sparse_decode, self.layout)
 
     def raw(self, cache: Tensor) -> Tensor:
         """The latents in a KV cache, [pages, page_size, latent + rope]."""
@@ -81,6 +90,14 @@ class LayerState:
         extra = self.layout.record_bytes if self.layout else 0
         size: int = self.width + extra // dtype.itemsize
         return size
+
+    def allocate(
+        self, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], device: torch.device
+    ) -> list[Tensor]:
+        """Scratch of a decode step, from the workspace, which is reserved before profiling."""
+        if self.workspace is not None:
+            return list(self.workspace.get_simultaneous(*shapes))
+        return allocate_scratch(shapes, device)
 
     def write(
         self, cache: Tensor, block_table: Tensor, seq_lens: Tensor, starts: Tensor | None, most: int
@@ -245,16 +262,25 @@ class QuantTritonMLAImpl(TritonMLAImpl):
     ) -> None:
         """Prefill: as vLLM does it, with this layer's own prefill backend in copied metadata."""
         state, prefill = self.mla_quant, attn_metadata.prefill
+        if not hasattr(prefill, "mla_quant_context"):
+            # Installed when the engine ran already: stock metadata, enough for whole prompts.
+            if prefill.chunked_context is not None or state.layout is not None:
+                raise RuntimeError(
+                    "mla_quant was installed after the KV cache: without a side cache prompts that "
+                    "are run in one part can be served, others not"
+                )
+            prefill.mla_quant_context = None
         if state.plan.rope_in_halves:
             nope, rope = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
             q, k_pe = torch.cat([nope, in_halves(rope)], dim=-1), in_halves(k_pe)
-        state.write(
-            kv_c_and_k_pe_cache,
-            prefill.block_table,
-            prefill.mla_quant_seq_lens,
-            prefill.query_start_loc,
-            prefill.max_query_len,
-        )
+        if state.layout is not None:
+            state.write(
+                kv_c_and_k_pe_cache,
+                prefill.block_table,
+                prefill.mla_quant_seq_lens,
+                prefill.query_start_loc,
+                prefill.max_query_len,
+            )
         metadata, own = copy.copy(attn_metadata), copy.copy(prefill)
         own.prefill_backend = QuantizedPrefill(state, self.scale, own)
         # Quantized operands are carried in the model's dtype.
@@ -278,7 +304,6 @@ class QuantTritonMLAImpl(TritonMLAImpl):
         q = torch.cat([latent, in_halves(rope) if state.plan.rope_in_halves else rope], dim=-1)
         # Columns past the longest context would change how it is split, and what scratch it takes.
         pages = -(-state.max_model_len // kv_c_and_k_pe_cache.shape[1])
-        block_table = decode.block_table[:, :pages]
         requests = decode.seq_lens.shape[0]
         query_len, rest = divmod(q.shape[0], max(requests, 1))
         if rest:
@@ -286,33 +311,80 @@ class QuantTritonMLAImpl(TritonMLAImpl):
                 f"mla_quant: {q.shape[0]} decode rows over {requests} requests; each must have as "
                 "many query tokens as the others"
             )
+        if query_len > 1 and not getattr(attn_metadata, "causal", True):
+            raise NotImplementedError(
+                "mla_quant: decode steps whose tokens see each other are not supported; turn "
+                "the speculative method off that drafts in blocks"
+            )
+        table = decode.block_table[:, :pages]
+        return self._decode(q, kv_c_and_k_pe_cache, table, decode.seq_lens, query_len)
+
+    def _decode(
+        self, q: Tensor, cache: Tensor, block_table: Tensor, seq_lens: Tensor, query_len: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Quantize the newest tokens and attend, `query_len` rows of Q a request."""
+        state = self.mla_quant
         starts = None
         if query_len > 1:
-            if not getattr(attn_metadata, "causal", True):
-                raise NotImplementedError(
-                    "mla_quant: decode steps whose tokens see each other are not supported; turn "
-                    "the speculative method off that drafts in blocks"
-                )
             starts = torch.arange(0, q.shape[0] + 1, query_len, dtype=torch.int32, device=q.device)
-        state.write(kv_c_and_k_pe_cache, block_table, decode.seq_lens, starts, query_len)
-        sparsity = state.plan.sparsity if state.plan.sparse_decode else None
+        state.write(cache, block_table, seq_lens, starts, query_len)
         return decode_attention(
             q,
-            state.raw(kv_c_and_k_pe_cache),
+            state.raw(cache),
             block_table,
-            decode.seq_lens,
+            seq_lens,
             state.decode_amax,
             latent_width=self.kv_lora_rank,
             scale=self.scale,
             formats=state.decode_formats,
             cu_seqlens_q=starts,
             max_query_len=query_len,
-            sparsity=sparsity,
-            records=state.records(kv_c_and_k_pe_cache),
+            sparsity=state.plan.sparsity if state.plan.sparse_decode else None,
+            records=state.records(cache),
             layout=state.layout,
             out_dtype=q.dtype,
-            allocate=_allocate,
+            allocate=state.allocate,
         )
+
+    def compile_kernels(self, block_size: int, dtype: torch.dtype, query_len: int) -> None:
+        """Run every kernel once on zeros: vLLM's own warm-up runs none of prefill's.
+
+        Otherwise the first requests would wait for the compiler.
+        """
+        state, device = self.mla_quant, self.mla_quant.decode_amax.device
+        new = functools.partial(torch.zeros, dtype=dtype, device=device)
+        integers = functools.partial(torch.tensor, dtype=torch.int32, device=device)
+        width, rope, heads = self.qk_nope_head_dim, self.qk_rope_head_dim, self.num_heads
+        # Whole programs of the quantizing kernels, and such that are not.
+        for tokens in (64, 63):
+            k_nope, v = new(tokens, heads, width + self.v_head_dim).split(
+                [width, self.v_head_dim], dim=-1
+            )
+            k = torch.cat([k_nope, new(tokens, heads, rope)], dim=-1)
+            starts, none = integers([0, tokens]), integers([0])
+            prefill = types.SimpleNamespace(
+                query_start_loc=starts, max_query_len=tokens, mla_quant_context=none
+            )
+            chunk = types.SimpleNamespace(
+                query_start_loc=starts,
+                cu_seq_lens=starts,
+                starts=none,
+                max_query_len=tokens,
+                max_seq_len=tokens,
+                request_slice=slice(None),
+            )
+            backend = QuantizedPrefill(state, self.scale, prefill)
+            backend.run_prefill_new_tokens(k, k, v, True)
+            backend.run_prefill_context_chunk(q=k, k=k, v=v, chunk=chunk)
+        length = integers([64])
+        pages = -(-max(state.max_model_len, 64) // block_size)
+        table = torch.zeros(1, pages, dtype=torch.int32, device=device)
+        cache = new(1, block_size, state.head_size(dtype))
+        # A token, a part of a group of 16, more than that: a way of writing each.
+        for most in {1, query_len, 8, 17}:
+            state.write(cache, table, length, integers([0, most]) if most > 1 else None, most)
+        for rows in {1, query_len}:
+            self._decode(new(rows, heads, self.kv_lora_rank + rope), cache, table, length, rows)
 
 
 def _reserve(
@@ -323,15 +395,15 @@ def _reserve(
     block_size: int,
     query_len: int,
     device: torch.device,
-) -> None:
-    """Make vLLM's workspace as large as any decode step will need it."""
+) -> Any:
+    """Make vLLM's workspace as large as any decode step will need it; returns its manager."""
     if not is_workspace_manager_initialized():
-        return
+        return None
     capacity = -(-vllm_config.model_config.max_model_len // block_size) * block_size
     # Ranges times sequences does not grow with the batch alone.
-    for batch in range(1, vllm_config.scheduler_config.max_num_seqs + 1):
-        for queries in {1, query_len}:
-            shapes = scratch_shapes(
+    largest = max(
+        (
+            scratch_shapes(
                 batch,
                 queries,
                 heads,
@@ -341,16 +413,19 @@ def _reserve(
                 device,
                 vllm_config.model_config.dtype.itemsize,
             )
-            current_workspace_manager().get_simultaneous(*shapes)
+            for batch in range(1, vllm_config.scheduler_config.max_num_seqs + 1)
+            for queries in {1, query_len}
+        ),
+        key=_aligned_bytes,
+    )
+    manager = current_workspace_manager()
+    manager.get_simultaneous(*largest)
+    return manager
 
 
-def _allocate(
-    shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], device: torch.device
-) -> list[Tensor]:
-    """Scratch from vLLM's workspace, which is reserved before memory is profiled."""
-    if is_workspace_manager_initialized():
-        return list(current_workspace_manager().get_simultaneous(*shapes))
-    return allocate_scratch(shapes, device)
+def _aligned_bytes(shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> int:
+    """What the workspace takes for them: each begins at a multiple of 256 bytes."""
+    return sum(-(-math.prod(shape) * dtype.itemsize // 256) * 256 for shape, dtype in shapes)
 
 
 class QuantTritonMLAMetadataBuilder(TritonMLAMetadataBuilder):
@@ -358,7 +433,7 @@ class QuantTritonMLAMetadataBuilder(TritonMLAMetadataBuilder):
 
     def __init__(self, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        _reserve(
+        manager = _reserve(
             vllm_config,
             self.num_heads,
             self.mla_dims.kv_lora_rank,
@@ -367,6 +442,19 @@ class QuantTritonMLAMetadataBuilder(TritonMLAMetadataBuilder):
             self.reorder_batch_threshold,
             torch.device(device),
         )
+        layers = vllm_config.compilation_config.static_forward_context
+        different: dict[Any, QuantTritonMLAImpl] = {}
+        for name in layer_names:
+            impl = layers[name].impl
+            impl.mla_quant.workspace = manager
+            different.setdefault(impl.mla_quant.kind(), impl)
+        if torch.device(device).type == "cuda":
+            for impl in different.values():
+                impl.compile_kernels(
+                    kv_cache_spec.block_size,
+                    vllm_config.model_config.dtype,
+                    self.reorder_batch_threshold,
+                )
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 import mla_quant
-from mla_quant.attention import _matmul_fp32, quant_mla_layers, set_form
+from mla_quant.attention import quant_mla_layers, set_form
 from mla_quant.cli import main
 from mla_quant.evaluation import quantizers_off
 from mla_quant.plugin import sync_observers
+from mla_quant.reference import matmul_fp32
 from tests.models import FAMILIES, loop, make_model, token_ids
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tiny_mla" / "model"
@@ -67,7 +68,7 @@ def test_absorbed_products_are_accumulated_and_returned_in_fp32(dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     x = (torch.randn(2, 4, 33, 128, generator=generator) * 3).to(dtype).cuda()
     w = torch.randn(4, 128, 512, generator=generator).to(dtype).cuda()
-    got = _matmul_fp32(x, w)
+    got = matmul_fp32(x, w)
     want = x.double() @ w.double()
     assert got.dtype == torch.float32
     bound = 128 * 2.0**-24 * (x.double().abs() @ w.double().abs())

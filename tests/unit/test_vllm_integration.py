@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from mla_quant.errors import CheckpointError, ConfigError
 from mla_quant.integrations import vllm as integration
@@ -54,7 +56,7 @@ def test_models_that_are_not_there_have_none(model: str) -> None:
     ],
 )
 def test_names_of_layers(name: str, found: str | None) -> None:
-    assert integration._hugging_face_name(name, settings()) == found
+    assert integration.hugging_face_name(name, settings().layers) == found
 
 
 def test_formats_of_another_recipe_with_the_amax_that_are_there() -> None:
@@ -66,6 +68,59 @@ def test_formats_of_another_recipe_with_the_amax_that_are_there() -> None:
     assert layer.p.amax == load_recipe("fp8_mla").attention.p_amax
     with pytest.raises(ConfigError, match=r"no amax for 3 operands.*layers\.0\.self_attn\.q"):
         integration.with_recipe(settings(q="none"), load_recipe("fp8_mla"))
+
+
+class FakeLoaders:
+    class BaseModelLoader:
+        def load_model(self, vllm_config, model_config):
+            return model_config.loaded
+
+
+def loaded_with(tmp_path, monkeypatch, layer_name: str, *, draft: bool, additional=None):
+    (tmp_path / "mla_quant.json").write_text(settings().model_dump_json())
+    layer = torch.nn.Identity()
+    layer.layer_name = layer_name
+    model_config = SimpleNamespace(
+        model=str(tmp_path), revision=None, loaded=torch.nn.Sequential(layer)
+    )
+    speculative = SimpleNamespace(draft_model_config=model_config if draft else None)
+    vllm_config = SimpleNamespace(
+        additional_config=additional or {},
+        speculative_config=speculative,
+        model_config=SimpleNamespace() if draft else model_config,
+    )
+    planned = []
+    monkeypatch.setattr(integration, "plan", lambda *args: planned.append(args) or Planned())
+    monkeypatch.setattr(integration, "publish", lambda *args: None)
+
+    class Loaders:
+        BaseModelLoader = type("BaseModelLoader", (), dict(vars(FakeLoaders.BaseModelLoader)))
+
+    integration._wrap(Loaders)
+    assert Loaders.BaseModelLoader().load_model(vllm_config, model_config) is model_config.loaded
+    return planned
+
+
+class Planned:
+    def summary(self) -> str:
+        return ""
+
+
+def test_draft_layers_stay_as_they_are(tmp_path, monkeypatch) -> None:
+    mtp, known = "model.layers.61.mtp_block.self_attn.attn", "model.layers.1.self_attn.attn"
+    assert loaded_with(tmp_path, monkeypatch, known, draft=False)
+    assert loaded_with(tmp_path, monkeypatch, known, draft=True)
+    assert not loaded_with(tmp_path, monkeypatch, mtp, draft=True)
+    # A model that is no draft must have settings for its layers: `plan` says what is wrong.
+    assert loaded_with(tmp_path, monkeypatch, mtp, draft=False)
+
+
+def test_switched_off(tmp_path, monkeypatch) -> None:
+    known = "model.layers.1.self_attn.attn"
+    off = {"mla_quant": False}
+    assert not loaded_with(tmp_path, monkeypatch, known, draft=False, additional=off)
+    with pytest.raises(ConfigError, match="must be true or false"):
+        loaded_with(tmp_path, monkeypatch, known, draft=False, additional={"mla_quant": "no"})
 
 
 def test_summary_is_one_line() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import mla_quant
 from tests.vllm.environments import HERE, REPOSITORY
 
 SECONDS = 300
@@ -54,6 +55,23 @@ def run(
     }
 
 
+def entry_points(parent: Path) -> Path:
+    """Write what makes vLLM find the plugin of this project, which is not installed beside it."""
+    import tomllib
+
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    version = mla_quant.__version__
+    folder = parent / f"mla_quant-{version}.dist-info"
+    folder.mkdir()
+    name = project["name"]
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    lines = []
+    for group, entries in project["entry-points"].items():
+        lines += [f"[{group}]", *(f"{key} = {value}" for key, value in entries.items())]
+    (folder / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    return parent
+
+
 @dataclass(frozen=True)
 class Vllm:
     """Loads a checkpoint into a vLLM of one version and runs batches through it."""
@@ -62,6 +80,7 @@ class Vllm:
     python: Path
     scratch: Path
     metadata: Path
+    device: str = "cpu"
 
     def __call__(
         self,
@@ -77,6 +96,7 @@ class Vllm:
         folder = Path(tempfile.mkdtemp(dir=self.scratch))
         request = {
             "model": str(model),
+            "device": self.device,
             "engine": engine or {},
             "before": list(before),
             "after": list(after),
@@ -116,34 +136,39 @@ class Vllm:
         return Result(outputs, result["after"])
 
     def variables(self) -> dict[str, str]:
-        """The child's environment: nothing of vLLM, CUDA or Python that surrounds the tests."""
-        kept = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("VLLM_", "CUDA_", "PYTHON", "PYTEST_", "VIRTUAL_ENV"))
-        }
-        return kept | {
-            # With a visible device vLLM would replace Triton's kernels by placeholders.
-            "CUDA_VISIBLE_DEVICES": "",
+        """The child's environment: nothing of vLLM or Python that surrounds the tests."""
+        dropped = ("VLLM_", "PYTHON", "PYTEST_", "VIRTUAL_ENV")
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
+        common = {
             "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(
-                str(path) for path in (REPOSITORY, HERE / "platform", self.metadata)
-            ),
             "TOKENIZERS_PARALLELISM": "false",
-            # Otherwise small helpers of vLLM go through torch.compile, which wants a C++ compiler.
-            "TORCHDYNAMO_DISABLE": "1",
-            "TRITON_INTERPRET": "1",
             # What it learned of a model's class; kept with the environment, it saves a process.
             "VLLM_CACHE_ROOT": str(self.python.parents[1] / "cache"),
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             # The engine in the same process: quicker, and `after` reaches the model.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_HOST_IP": "127.0.0.1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_USE_DEEP_GEMM": "0",
         }
+        if self.device == "cuda":
+            # There vLLM is found as it was for the tests.
+            paths = [REPOSITORY, self.metadata, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+            own = {"VLLM_CACHE_ROOT": str(self.scratch / "cache")}
+            own["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+        else:
+            paths = [REPOSITORY, HERE / "platform", self.metadata]
+            own = {
+                # With a visible device vLLM would replace Triton's kernels by placeholders.
+                "CUDA_VISIBLE_DEVICES": "",
+                "OMP_NUM_THREADS": "1",
+                # Otherwise small helpers of vLLM go through torch.compile, and a C++ compiler.
+                "TORCHDYNAMO_DISABLE": "1",
+                "TRITON_INTERPRET": "1",
+                "VLLM_CPU_KVCACHE_SPACE": "1",
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            }
+        found = os.pathsep.join(str(path) for path in paths if str(path))
+        return kept | common | {"PYTHONPATH": found} | own
 
 
 def _wait(process: subprocess.Popen[bytes]) -> str:

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
-from pathlib import Path
 
 import pytest
 
 from tests.vllm import environments
-from tests.vllm.client import Vllm
+from tests.vllm.client import Vllm, entry_points
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(environments.HERE):
             item.add_marker(pytest.mark.vllm)
-
-
-def _metadata(parent: Path) -> Path:
-    """Make vLLM find the entry points of this project, which is not installed beside it."""
-    distribution = importlib.metadata.distribution("mla-quant")
-    folder = parent / f"mla_quant-{distribution.version}.dist-info"
-    folder.mkdir()
-    for name in ("METADATA", "entry_points.txt"):
-        (folder / name).write_text(distribution.read_text(name) or "")
-    return parent
 
 
 @pytest.fixture(scope="session", params=environments.VERSIONS)
@@ -41,4 +29,4 @@ def vllm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         pytest.skip(f"{message}: `make vllm-envs` creates it")
     scratch = tmp_path_factory.mktemp(f"vllm-{version}")
     metadata = tmp_path_factory.mktemp(f"metadata-{version}")
-    return Vllm(version, python, scratch, _metadata(metadata))
+    return Vllm(version, python, scratch, entry_points(metadata))

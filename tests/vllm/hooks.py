@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from typing import Any
 
@@ -108,6 +109,8 @@ def every_gate(llm: Any) -> dict[str, str]:
     parallel = config.parallel_config
     with_change("decode_context_parallel_size", [(parallel, "decode_context_parallel_size", 2)])
     with_change("side_cache", [(config, "additional_config", {"mla_quant_side_cache": "yes"})])
+    connector = type("Config", (), {"kv_connector": "OffloadingConnector"})()
+    with_change("kv_connector", [(config, "kv_transfer_config", connector)])
     recipe = settings.recipe
     attention = recipe.attention.model_copy(update={"p_reference": "running_max"})
     moved = settings.model_copy(
@@ -179,3 +182,101 @@ def failures_leave_nothing(llm: Any) -> dict[str, bool]:
         finally:
             vllm_attention.reclass = original
     return results
+
+
+def kernels(llm: Any) -> list[str]:
+    """The class of each layer's kernels."""
+    return [type(layer.impl).__name__ for layer in layers(llm).values()]
+
+
+def compile_kernels(llm: Any) -> bool:
+    """What is done on a GPU when an engine starts."""
+    import torch
+
+    impl = next(iter(layers(llm).values())).impl
+    impl.compile_kernels(llm.llm_engine.vllm_config.cache_config.block_size, torch.float32, 1)
+    return True
+
+
+def preemptions(llm: Any) -> int:
+    """How often a request lost its place in the cache."""
+    return sum(
+        metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"
+    )
+
+
+_query_lengths: set[int] = set()
+
+
+def record_query_lengths() -> None:
+    """For `before`: note how many tokens of a request decode steps have."""
+    from mla_quant.integrations import vllm_attention
+
+    original = vllm_attention.decode_attention
+
+    def decode_attention(*args: Any, max_query_len: int, **kwargs: Any) -> Any:
+        _query_lengths.add(max_query_len)
+        return original(*args, max_query_len=max_query_len, **kwargs)
+
+    vllm_attention.decode_attention = decode_attention
+
+
+def query_lengths(llm: Any) -> list[int]:
+    """What `record_query_lengths` noted."""
+    return sorted(_query_lengths)
+
+
+def another_model(llm: Any) -> dict[str, Any]:
+    """Load the checkpoint that a variable names beside the first; run both, in turn."""
+    import os
+    from pathlib import Path
+
+    import vllm
+
+    from tests.vllm import worker
+
+    folder = Path(os.environ["MLA_QUANT_TEST_OTHER"])
+    request = json.loads((folder / "request.json").read_text())
+    other = vllm.LLM(model=request["model"], **(worker.ENGINES["cpu"] | request["engine"]))
+    for name, engine in (("first", llm), ("second", other), ("again", llm)):
+        (folder / name).mkdir()
+        worker.generate(engine, request["runs"], folder / name)
+    return {"classes": kernels(llm) + kernels(other)}
+
+
+def calibration(llm: Any) -> dict[str, Any]:
+    """Calibrate on what the variable's file asks for; arrays go beside it."""
+    import os
+    from pathlib import Path
+
+    import numpy as np
+
+    from mla_quant.integrations import vllm_calibration as engine
+    from mla_quant.recipes import load_recipe
+    from mla_quant.settings import ModelSettings, Producer, Settings
+
+    path = Path(os.environ["MLA_QUANT_TEST_CALIBRATION"])
+    request = json.loads(path.read_text())
+    recipe = load_recipe(request["recipe"])
+    recipe = recipe.model_copy(
+        update={"observer": recipe.observer.model_copy(update={"method": request["method"]})}
+    )
+    formats, samples = request["formats"], request["samples"]
+    observers = engine.collect(llm, formats, samples, recipe)
+    settings = Settings(
+        producer=Producer(name="test", version="0"),
+        model=ModelSettings(source="test", family="deepseek_v3", geometry={}),
+        recipe=recipe,
+        layers=engine.layer_settings(list(formats), formats, observers, recipe),
+    )
+    logits = engine.reference_logits(
+        llm, settings, request["reference_samples"], request["positions"]
+    )
+    np.savez(path.with_suffix(".npz"), **logits)
+    return {
+        "settings": settings.model_dump(),
+        "statistics": {
+            name: {operand: o.summary(None) for operand, o in operands.items()}
+            for name, operands in observers.items()
+        },
+    }

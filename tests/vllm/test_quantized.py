@@ -7,17 +7,15 @@ that what is left is the order of sums, and the values it moves across a tie of 
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
-from mla_quant.checkpoint import load_quantized
-from tests.vllm.client import Output, Result, Vllm, run
-from tests.vllm.test_stock import BOUND, ENGINE, EXAMPLE, held_out
+from tests.vllm.client import Result, Vllm, run
+from tests.vllm.reference import EXAMPLE, Reference, calibrate, check_agreement, divergence
+from tests.vllm.test_stock import BOUND, ENGINE, held_out
 
 GENERATED = 6
 LENGTHS = (5, 40, 97)
@@ -25,39 +23,12 @@ LENGTHS = (5, 40, 97)
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("quantized") / "checkpoint"
-    command = [sys.executable, "-m", "mla_quant.cli", "calibrate", str(EXAMPLE / "model")]
-    command += ["--recipe", "nvfp4_mla", "--data", "example", "--dtype", "float32"]
-    command += ["--num-samples", "16", "--out", str(folder)]
-    subprocess.run(command, check=True, capture_output=True)
-    return folder
+    return calibrate(tmp_path_factory.mktemp("quantized") / "checkpoint")
 
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     return held_out(LENGTHS)
-
-
-class Reference:
-    """The quantized Hugging Face model: one pass over the prompt, then token by token."""
-
-    def __init__(self, folder: Path) -> None:
-        self.quantized, _ = load_quantized(folder, form="auto", dtype="float32")
-        self.original, _ = load_quantized(folder, form="auto", dtype="float32")
-        import modelopt.torch.quantization as mtq
-
-        mtq.disable_quantizer(self.original, "*")
-
-    @torch.no_grad()
-    def logprobs(self, model: torch.nn.Module, prompt: list[int], tokens: list[int]) -> np.ndarray:
-        """Of what follows each token of the prompt and of `tokens`, [positions, vocabulary]."""
-        result = model(torch.tensor([prompt]), use_cache=True)
-        rows, cache = [result.logits[0]], result.past_key_values
-        for token in tokens:
-            result = model(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
-            rows.append(result.logits[0])
-            cache = result.past_key_values
-        return torch.cat(rows).float().log_softmax(-1).numpy()
 
 
 @pytest.fixture(scope="module")
@@ -73,38 +44,16 @@ def served(vllm: Vllm, checkpoint: Path, prompts: list[list[int]], **kwargs) -> 
     return vllm(checkpoint, runs, engine=engine, **kwargs)
 
 
-def divergence(expected: np.ndarray, got: np.ndarray) -> np.ndarray:
-    """KL divergence by position."""
-    return np.asarray((np.exp(expected) * (expected - got)).sum(-1))
-
-
-def check_agreement(reference: Reference, prompt: list[int], output: Output) -> None:
-    """Another order of sums turns a few 4-bit values at ties, and each turned one changes others.
-
-    So the difference may be a part of what quantization itself does, not more; where nothing
-    turned, as in the test of five tokens, it is one of float32.
-    """
-    got = np.concatenate([output.prompt_logprobs, output.logprobs])
-    quantized = reference.logprobs(reference.quantized, prompt, output.tokens[:-1])
-    original = reference.logprobs(reference.original, prompt, output.tokens[:-1])
-    effect = divergence(original, quantized)
-    difference = divergence(quantized, got)
-    assert difference.mean() < 0.5 * effect.mean()
-    # Decoding by itself, too.
-    assert difference[len(prompt) :].mean() < 0.5 * effect[len(prompt) :].mean()
-    agree = quantized.argmax(-1) == got.argmax(-1)
-    assert agree.mean() > 0.9
-
-
 @pytest.fixture(scope="module")
 def outputs(vllm: Vllm, checkpoint: Path, prompts: list[list[int]]) -> Result:
-    after = ["tests.vllm.hooks:attention"]
+    after = ["tests.vllm.hooks:attention", "tests.vllm.hooks:compile_kernels"]
     return served(vllm, checkpoint, prompts, after=after)
 
 
 def test_plugin_installs_itself(outputs: Result) -> None:
     found = outputs.after["tests.vllm.hooks:attention"]
     assert found["classes"] == ["QuantTritonMLAImpl"] * 4
+    assert outputs.after["tests.vllm.hooks:compile_kernels"]
     # Some of the longest prompt was read from the cache, raw, in every layer.
     assert found["calls"]["merge_attn_states"] >= 4
 
@@ -166,6 +115,7 @@ def test_a_model_without_settings_stays_as_it_is(vllm) -> None:
         "class": "start vLLM with --attention-backend TRITON_MLA",
         "decode_context_parallel_size": "context parallelism is not supported",
         "side_cache": "it must be true or false",
+        "kv_connector": "the KV connector 'OffloadingConnector' moves pages",
         "p_reference": "kernels have the integer reference point",
         "names": "no MLA attention layer of this model has the name",
         "no settings": "has no mla_quant.json",
@@ -192,3 +142,41 @@ def test_two_ranks(vllm, checkpoint, prompts, reference) -> None:
     )
     for prompt, (output,) in zip(prompts[:2], result.runs, strict=True):
         check_agreement(reference, prompt, output)
+
+
+@pytest.mark.parametrize("vllm", ["0.33.0"], indirect=True)
+def test_two_models_in_a_process(vllm, checkpoint, prompts, reference, tmp_path) -> None:
+    """Other formats and another cache: neither changes what the other one computes."""
+    second = calibrate(tmp_path / "fp8", "fp8_mla")
+    engine = ENGINE | {"additional_config": {"mla_quant_side_cache": False}}
+    folder = tmp_path / "other"
+    folder.mkdir()
+    runs = [run([prompts[0]], GENERATED, prompt_logprobs=True, logprobs=True)]
+    request = {"model": str(second), "engine": engine, "runs": runs}
+    (folder / "request.json").write_text(json.dumps(request))
+    result = vllm(
+        checkpoint,
+        runs,
+        engine=ENGINE,
+        after=["tests.vllm.hooks:another_model"],
+        environment={"MLA_QUANT_TEST_OTHER": str(folder)},
+    )
+    found = result.after["tests.vllm.hooks:another_model"]
+    assert found["classes"] == ["QuantTritonMLAImpl"] * 8
+    (output,) = result.runs[0]
+    first = np.concatenate([output.prompt_logprobs, output.logprobs])
+    for name in ("first", "again"):
+        assert np.array_equal(logprobs(folder / name), first)
+    # Five tokens: the same numbers as the quantized Hugging Face model, as above.
+    tokens = output.tokens[:-1]
+    want = reference.logprobs(reference.quantized, prompts[0], tokens)
+    assert np.abs(first - want).max() < BOUND
+    other = Reference(second)
+    rows = len(prompts[0])
+    want = other.logprobs(other.quantized, prompts[0], [])
+    assert np.abs(logprobs(folder / "second")[:rows] - want).max() < BOUND
+
+
+def logprobs(folder: Path) -> np.ndarray:
+    """What `worker.generate` wrote for the only prompt of the only batch."""
+    return np.concatenate([np.load(folder / f"0-0-{part}.npy") for part in ("prompt", "generated")])

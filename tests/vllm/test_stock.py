@@ -15,9 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.vllm.client import Output, Result, Vllm, run
-from tests.vllm.environments import REPOSITORY
-
-EXAMPLE = REPOSITORY / "examples" / "tiny_mla"
+from tests.vllm.reference import EXAMPLE
 
 # In float32, transformers and both versions of vLLM are each within 3e-5 of float64, for all of the
 # vocabulary. Context without its first token is off by 5, bfloat16 by 0.2 to 0.9.

@@ -3,7 +3,8 @@
 Reads `request.json` in the folder, and writes `result.json` and arrays beside it. The request:
 
     model   folder of the checkpoint
-    engine  arguments of `vllm.LLM` over `ENGINE`
+    device  "cpu" or "cuda"
+    engine  arguments of `vllm.LLM` over `ENGINES[device]`
     before  functions ("module:name") called before the engine exists, without arguments
     after   functions called with the `LLM` after the runs; the result has what they return
     runs    each with `prompts`, lists of token ids that are given to the engine together;
@@ -25,13 +26,10 @@ from typing import Any
 import numpy as np
 
 # Small enough for an interpreter: chunks of 64 tokens, some thousand slots of cache.
-ENGINE: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "attention_backend": "TRITON_MLA",
     "block_size": 32,
-    # Without `custom_ops`, layers would call operators compiled for the device.
-    "compilation_config": {"mode": 0, "custom_ops": ["none"]},
     "disable_log_stats": True,
-    "dtype": "float32",
     "enforce_eager": True,
     "max_logprobs": -1,
     "max_model_len": 512,
@@ -40,6 +38,17 @@ ENGINE: dict[str, Any] = {
     "num_gpu_blocks_override": 256,
     "seed": 0,
     "skip_tokenizer_init": True,
+}
+ENGINES: dict[str, dict[str, Any]] = {
+    "cpu": COMMON
+    | {
+        # Without `custom_ops`, layers would call operators compiled for the device.
+        "compilation_config": {"mode": 0, "custom_ops": ["none"]},
+        "dtype": "float32",
+    },
+    # Memory of a given size, not what is left: several of these run at once.
+    "cuda": COMMON
+    | {"dtype": "bfloat16", "gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 30},
 }
 
 
@@ -65,9 +74,18 @@ def serve(folder: Path) -> dict[str, Any]:
 
     import vllm
 
-    llm = vllm.LLM(model=request["model"], **(ENGINE | request["engine"]))
+    llm = vllm.LLM(model=request["model"], **(ENGINES[request["device"]] | request["engine"]))
+    runs = generate(llm, request["runs"], folder)
+    after = {name: function(name)(llm) for name in request["after"]}
+    return {"version": vllm.__version__, "runs": runs, "after": after}
+
+
+def generate(llm: Any, requested: list[dict[str, Any]], folder: Path) -> list[Any]:
+    """Run batches; log-probabilities go into files of the folder."""
+    import vllm
+
     runs = []
-    for i, run in enumerate(request["runs"]):
+    for i, run in enumerate(requested):
         sampling = vllm.SamplingParams(
             temperature=0,
             max_tokens=run["max_tokens"],
@@ -89,8 +107,7 @@ def serve(folder: Path) -> dict[str, Any]:
             if run["logprobs"]:
                 np.save(folder / f"{i}-{j}-generated.npy", table(completion.logprobs))
         runs.append(outputs)
-    after = {name: function(name)(llm) for name in request["after"]}
-    return {"version": vllm.__version__, "runs": runs, "after": after}
+    return runs
 
 
 if __name__ == "__main__":

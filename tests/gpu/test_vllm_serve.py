@@ -1,0 +1,154 @@
+"""The plugin in the vLLM that is installed, on a GPU: compiled kernels, graphs, torch.compile.
+
+The same comparisons as in tests/vllm, in bfloat16. The engine's prefill and the unquantized model
+go through FlashAttention, so that what is measured includes how vLLM itself differs.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.vllm.client import Result, Vllm, entry_points, run
+from tests.vllm.reference import EXAMPLE, Reference, calibrate, check_agreement, divergence
+from tests.vllm.test_stock import BOUND_BFLOAT16, held_out
+
+GENERATED = 12
+LENGTHS = (5, 40, 97, 200)
+VERSION = importlib.metadata.version("vllm").split("+")[0]
+
+# Arguments of `LLM` by what the decode steps and the prefill run in.
+MODES = {
+    "eager": {},
+    "full": {
+        "enforce_eager": False,
+        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+    },
+    "compiled": {
+        "enforce_eager": False,
+        "compilation_config": {"mode": 3, "cudagraph_mode": "FULL_AND_PIECEWISE"},
+    },
+    "piecewise": {
+        "enforce_eager": False,
+        "compilation_config": {"mode": 3, "cudagraph_mode": "PIECEWISE"},
+    },
+}
+for mode in ("full", "compiled", "piecewise"):
+    MODES[mode]["compilation_config"]["cudagraph_capture_sizes"] = [1, 2, 4, 8, 16, 64]
+
+
+@pytest.fixture(scope="module")
+def vllm(tmp_path_factory: pytest.TempPathFactory) -> Vllm:
+    scratch = tmp_path_factory.mktemp("vllm")
+    metadata = entry_points(tmp_path_factory.mktemp("metadata"))
+    return Vllm(VERSION, Path(sys.executable), scratch, metadata, "cuda")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return calibrate(tmp_path_factory.mktemp("quantized") / "checkpoint", dtype="bfloat16")
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint: Path) -> Reference:
+    return Reference(checkpoint, "cuda", "bfloat16")
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return held_out(LENGTHS)
+
+
+def one_by_one(prompts: list[list[int]], tokens: int = GENERATED) -> list[dict]:
+    return [run([ids], tokens, prompt_logprobs=True, logprobs=True) for ids in prompts]
+
+
+def test_unquantized(vllm, prompts, reference) -> None:
+    """What the bounds below are worth: vLLM as it is, with the plugin there and nothing to do."""
+    result = vllm(EXAMPLE / "model", one_by_one(prompts), after=["tests.vllm.hooks:kernels"])
+    assert result.after["tests.vllm.hooks:kernels"] == ["TritonMLAImpl"] * 4
+    for prompt, (output,) in zip(prompts, result.runs, strict=True):
+        expected = reference.logprobs(reference.original, prompt, output.tokens[:-1])
+        got = np.concatenate([output.prompt_logprobs, output.logprobs])
+        print(f"KL of bfloat16: {divergence(expected, got).mean():.2e}")
+        errors = np.sqrt(((got - expected) ** 2).mean(-1))
+        assert errors.mean() < BOUND_BFLOAT16
+
+
+def check(result: Result, prompts: list[list[int]], reference: Reference) -> None:
+    assert result.after["tests.vllm.hooks:kernels"] == ["QuantTritonMLAImpl"] * 4
+    for prompt, (output,) in zip(prompts, result.runs, strict=True):
+        check_agreement(reference, prompt, output)
+
+
+@pytest.mark.parametrize(
+    ("mode", "side_cache"),
+    [(mode, True) for mode in MODES] + [("eager", False), ("compiled", False)],
+)
+def test_close_to_hugging_face(vllm, checkpoint, prompts, reference, mode, side_cache) -> None:
+    """Chunks of 64 tokens, context from the cache, decode; in every way vLLM can run them."""
+    engine = MODES[mode] | {"additional_config": {"mla_quant_side_cache": side_cache}}
+    result = vllm(
+        checkpoint, one_by_one(prompts), engine=engine, after=["tests.vllm.hooks:kernels"]
+    )
+    check(result, prompts, reference)
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_batches_prefixes_and_preemption(vllm, checkpoint, prompts, reference, mode) -> None:
+    """More requests than fit: some are preempted and computed again, some find their prefix."""
+    engine = MODES[mode] | {"num_gpu_blocks_override": 24, "max_num_seqs": 8}
+    engine["disable_log_stats"] = False
+    batch = [*prompts, *(ids[: len(ids) // 2] for ids in prompts)]
+    result = vllm(
+        checkpoint,
+        [run(batch, 60, logprobs=True), run(batch, 8, logprobs=True)],
+        engine=engine,
+        after=["tests.vllm.hooks:preemptions"],
+    )
+    assert result.after["tests.vllm.hooks:preemptions"] > 0
+    assert any(output.cached for output in result.runs[1])
+    # The first ones to come stay; whichever is preempted is a later one.
+    for prompt, output in list(zip(batch, result.runs[0], strict=True))[-4:]:
+        tokens = output.tokens[:-1]
+        want = reference.logprobs(reference.quantized, prompt, tokens)[len(prompt) - 1 :]
+        original = reference.logprobs(reference.original, prompt, tokens)[len(prompt) - 1 :]
+        effect, found = divergence(original, want).mean(), divergence(want, output.logprobs).mean()
+        print(f"KL: {found / effect:.3f} of quantization's effect")
+        assert found < 0.5 * effect
+
+
+@pytest.mark.skipif(VERSION < "0.33", reason="earlier ones verify drafts as prefill")
+@pytest.mark.parametrize("mode", ["eager", "full"])
+def test_drafts_are_verified_together(vllm, checkpoint, prompts, reference, mode) -> None:
+    """Decode steps of several tokens: prompts that repeat, so that n-grams draft well."""
+    engine = MODES[mode] | {
+        "speculative_config": {
+            "method": "ngram",
+            "num_speculative_tokens": 3,
+            "prompt_lookup_max": 3,
+            "prompt_lookup_min": 1,
+        }
+    }
+    repeated = [(ids[:12] * 4)[:40] for ids in prompts[1:]]
+    result = vllm(
+        checkpoint,
+        [run([ids], GENERATED, logprobs=True) for ids in repeated],
+        engine=engine,
+        before=["tests.vllm.hooks:record_query_lengths"],
+        after=["tests.vllm.hooks:query_lengths"],
+    )
+    assert max(result.after["tests.vllm.hooks:query_lengths"]) == 4
+    for prompt, (output,) in zip(repeated, result.runs, strict=True):
+        tokens = output.tokens[:-1]
+        want = reference.logprobs(reference.quantized, prompt, tokens)[len(prompt) - 1 :]
+        original = reference.logprobs(reference.original, prompt, tokens)[len(prompt) - 1 :]
+        effect, found = divergence(original, want).mean(), divergence(want, output.logprobs).mean()
+        print(f"KL: {found / effect:.3f} of quantization's effect")
+        assert found < effect
