@@ -14,7 +14,7 @@ STAMP := $(VENV)/.installed
 DEMO := build/demo
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test vllm-envs test-vllm test-gpu check format bench bench-gpu clean distclean
+.PHONY: help install demo test vllm-envs test-vllm test-gpu check format bench bench-gpu bench-vllm clean distclean
 .DELETE_ON_ERROR:
 
 help: ## Show this list
@@ -67,6 +67,10 @@ bench: $(STAMP) ## Measure what calibration adds to a forward pass, on the CPU
 bench-gpu: ## Measure calibration and kernels on CUDA with $(PYTHON) as it is
 	PYTHONPATH=. $(PYTHON) -m benchmarks.calibration_overhead --device cuda
 	PYTHONPATH=. $(PYTHON) -m benchmarks.attention_kernels
+
+bench-vllm: ## Measure serving in vLLM on CUDA, and walk a new user's path, with $(PYTHON) as it is
+	PYTHONPATH=. $(PYTHON) -m benchmarks.vllm_serving
+	PYTHONPATH=. $(PYTHON) -m benchmarks.serving_walk
 
 clean: ## Remove what was built and cached, but not the virtual environments
 	test ! -d build || find build -mindepth 1 -maxdepth 1 ! -name vllm-envs -exec rm -rf {} +

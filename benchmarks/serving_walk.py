@@ -1,6 +1,8 @@
 """A new user's path, as README.md has it, on the machine at hand; writes down what came out.
 
-    python -m benchmarks.serving_walk                 # one to three minutes on a GPU
+    python -m benchmarks.serving_walk                 # about three minutes on a GPU
+    python -m benchmarks.serving_walk --device cpu --tokens 4 -- --dtype float32 --enforce-eager
+                                                      # what follows -- goes to `vllm serve`
 
 Calibrates the example model, verifies the checkpoint, serves it, asks it something over the OpenAI
 API, and evaluates it: with `mla-quant evaluate`, and in vLLM with lm-evaluation-harness if that is
@@ -27,7 +29,6 @@ from typing import Any
 
 import requests
 
-from benchmarks.attention_kernels import version_of
 from benchmarks.calibration_overhead import RESULTS, ROOT, hardware
 
 MODEL = "examples/tiny_mla/model"
@@ -47,8 +48,8 @@ VLLM = entry_point("vllm", "vllm.entrypoints.cli.main")
 class Walk:
     """Runs commands from the top of the repository and keeps a transcript."""
 
-    def __init__(self, folder: Path, device: str) -> None:
-        self.folder, self.device = folder, device
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.steps: list[dict[str, Any]] = []
 
     def note(self, command: list[str], seconds: float, found: Any) -> None:
@@ -105,12 +106,12 @@ class Walk:
             except subprocess.TimeoutExpired:
                 process.kill()
 
-    def ask(self, address: str, model: Path) -> list[str]:
+    def ask(self, address: str, model: Path, tokens: int) -> list[str]:
         """Completions of the prompts."""
         start, texts = time.monotonic(), []
         for prompt in PROMPTS:
-            body = {"model": str(model), "prompt": prompt, "max_tokens": 24, "temperature": 0}
-            answer = requests.post(f"{address}/v1/completions", json=body, timeout=120)
+            body = {"model": str(model), "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+            answer = requests.post(f"{address}/v1/completions", json=body, timeout=300)
             answer.raise_for_status()
             texts.append(answer.json()["choices"][0]["text"])
         self.note(["POST", "/v1/completions"], time.monotonic() - start,
@@ -138,21 +139,23 @@ class Walk:
         self.note(command, time.monotonic() - start, found)
 
 
-def walk(folder: Path, device: str) -> list[dict[str, Any]]:
+def walk(folder: Path, device: str, tokens: int, options: list[str]) -> list[dict[str, Any]]:
     """The whole path; returns the transcript."""
-    steps = Walk(folder, device)
+    steps = Walk(folder)
     out, report = folder / "OUT", folder / "REPORT"
     steps.mla_quant(
         "calibrate", MODEL, "--recipe", "nvfp4_mla", "--data", "example", "--out", str(out),
         "--device", device, keep=("recipe", "layers", "samples", "tokens", "seconds"),
     )  # fmt: skip
     steps.mla_quant("verify", str(out), "--device", device, keep=("passed", "checks"))
-    options = ["--max-model-len", "1024", "--gpu-memory-utilization", "0.3"]
+    options = ["--max-model-len", "1024", *options]
+    if device.startswith("cuda"):
+        options += ["--gpu-memory-utilization", "0.3"]
     with steps.server(out, *options) as address:
-        quantized = steps.ask(address, out)
+        quantized = steps.ask(address, out, tokens)
     off = ["--additional-config", '{"mla_quant": false}']
     with steps.server(out, *options, *off) as address:
-        plain = steps.ask(address, out)
+        plain = steps.ask(address, out, tokens)
     if quantized == plain:
         raise SystemExit("quantized attention made no difference to any answer")
     steps.mla_quant(
@@ -168,12 +171,16 @@ def main() -> None:
     """Parse arguments and run."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tokens", type=int, default=24, help="of an answer")
+    parser.add_argument("options", nargs="*", help="more for `vllm serve`, after --")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/serving_walk_….json")
     args = parser.parse_args()
-    version = version_of("vllm")
+    version = subprocess.run(
+        [*VLLM, "--version"], capture_output=True, text=True, check=True
+    ).stdout.split()[-1]
     result: dict[str, Any] = {**hardware(args.device), "vllm": version}
     with tempfile.TemporaryDirectory() as folder:
-        result["steps"] = walk(Path(folder), args.device)
+        result["steps"] = walk(Path(folder), args.device, args.tokens, args.options)
     out = args.out or RESULTS / f"serving_walk_{version}.json"
     out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 

@@ -17,6 +17,17 @@ def small_workspace() -> None:
     )
 
 
+def allow_float32() -> None:
+    """For `before`, on a GPU: let float32 through to the backend, whose kernels are replaced."""
+    import torch
+    from vllm.v1.attention.backends.mla.prefill import base
+    from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend
+
+    prefill = next(c for c in vars(base).values() if hasattr(c, "supported_dtypes"))
+    for backend in (TritonMLABackend, prefill):
+        backend.supported_dtypes.append(torch.float32)
+
+
 def attention(llm: Any) -> dict[str, Any]:
     """How attention ran: the class of each layer's kernels, and calls that reached the platform."""
     from vllm_cpu_triton import calls

@@ -30,7 +30,7 @@ class Reference:
     """The quantized Hugging Face model: one pass over the prompt, then token by token."""
 
     def __init__(self, folder: Path, device: str = "cpu", dtype: str = "float32") -> None:
-        self.device = device
+        self.folder, self.device = folder, device
         options = {"form": "auto", "device": device, "dtype": dtype}
         self.quantized, _ = load_quantized(folder, **options)
         self.original, _ = load_quantized(folder, **options)
