@@ -29,3 +29,7 @@ class CalibrationError(MlaQuantError):
 
 class CheckpointError(MlaQuantError):
     """A checkpoint is incomplete, inconsistent or does not match its settings."""
+
+
+class RecordError(MlaQuantError):
+    """A KV-cache record, its cache or what is to be stored in it does not fit its format."""
