@@ -51,6 +51,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+_GIB = 1 << 30
+
 # Piped output is not cut to the 80 columns of a terminal that is not there.
 out_console = Console(width=None if sys.stdout.isatty() else 200)
 err_console = Console(stderr=True)
@@ -747,7 +749,7 @@ def _print_accuracy(report: Mapping[str, Any]) -> None:
         err_console.print(f"note: {text}", highlight=False)
 
 
-# -- inspect, verify, recipes ---------------------------------------------------------------------
+# -- inspect, verify, recipes, records ------------------------------------------------------------
 
 
 @app.command()
@@ -830,6 +832,101 @@ def recipes(as_json: Json = False) -> None:
     for recipe in shipped:
         a = recipe.attention
         table.add_row(recipe.name, a.q, a.k, a.p, a.v, recipe.weights, recipe.description)
+    out_console.print(table)
+
+
+@app.command()
+def records(
+    model: Annotated[
+        str | None, typer.Argument(help="Model folder or hub id; left out: one layer.")
+    ] = None,
+    page_size: Annotated[int, typer.Option(help="Tokens in a page of the cache.")] = 64,
+    trust_remote_code: Remote = False,
+    as_json: Json = False,
+) -> None:
+    """List the KV-cache record formats, and how many tokens of a model fit into a GiB."""
+    from mla_quant.records import RECORDS
+
+    result: dict[str, Any] = {"page_size": page_size, "model": None, "records": []}
+    geometries: set[tuple[int, int]] = set()
+    layers = 1
+    if page_size < 1:
+        raise ConfigError(f"--page-size must be at least 1, got {page_size}")
+    if model is not None:
+        result["model"], geometries = _cache_geometry(model, page_size, trust_remote_code)
+        layers = result["model"]["layers"]
+    for fmt in RECORDS.values():
+        fits = all(fmt.holds(*widths) for widths in geometries)
+        sizes = {
+            "fits": fits if geometries else None,
+            "bytes_per_token": layers * fmt.record_bytes if fits else None,
+            "tokens_per_gib": (
+                fmt.tokens_in(_GIB, layers=layers, page_size=page_size) if fits else None
+            ),
+        }
+        result["records"].append(fmt.as_dict(page_size) | sizes)
+    if as_json:
+        _emit(result)
+    else:
+        _print_records(result)
+
+
+def _cache_geometry(
+    model: str, page_size: int, trust_remote_code: bool
+) -> tuple[dict[str, Any], set[tuple[int, int]]]:
+    """What a model caches, and the widths of latent and rope part that occur in it."""
+    from mla_quant.families import describe, find_mla_layers
+    from mla_quant.loading import meta_model, open_checkpoint
+
+    with _stdout_is_data():
+        checkpoint = open_checkpoint(model, trust_remote_code=trust_remote_code)
+        structure = meta_model(checkpoint.config, trust_remote_code=trust_remote_code)
+        discovery = find_mla_layers(structure)
+        geometries = {
+            (layer.geometry.kv_lora_rank, layer.geometry.qk_rope_head_dim)
+            for layer in discovery.require()
+        }
+    facts = describe(discovery, str(checkpoint.config.model_type))
+    unquantized = facts["cache_bytes_per_token"]["latent_bfloat16"]
+    return {
+        "source": model,
+        "family": facts["family"],
+        "layers": facts["layers"],
+        "geometries": [f"{latent}+{rope}" for latent, rope in sorted(geometries)],
+        "bfloat16": {
+            "bytes_per_token": unquantized,
+            "tokens_per_gib": _GIB // (unquantized * page_size) * page_size,
+        },
+    }, geometries
+
+
+def _print_records(result: Mapping[str, Any]) -> None:
+    model = result["model"]
+    of = f"{model['source']}, {model['layers']} layers" if model else "one layer"
+    table = Table(title=f"KV-cache records, {of}, {result['page_size']} tokens a page")
+    for column in ("record", "known as", "values", "V", "latent", "rope", "outer scale"):
+        table.add_column(column)
+    for column in ("bytes/token", "tokens/GiB"):
+        table.add_column(column, justify="right")
+
+    def coded(row: Mapping[str, Any], segment: str) -> str:
+        contents: dict[str, str] = {field["name"]: field["content"] for field in row["fields"]}
+        content = contents.get(segment, "-")
+        scale = row["scales"].get(segment)
+        return content + (f", {scale['format']} per {scale['block']}" if scale else "")
+
+    for row in result["records"]:
+        table.add_row(
+            row["name"], "; ".join(row["known_as"]), row["geometry"], str(row["v_width"]),
+            coded(row, "latent"), coded(row, "rope"), row["outer_scale"] or "-",
+            str(row["bytes_per_token"] or "-"), str(row["tokens_per_gib"] or "does not fit"),
+        )  # fmt: skip
+    if model:
+        sizes = model["bfloat16"]
+        table.add_row(
+            "(unquantized)", "", ", ".join(model["geometries"]), "", "bfloat16", "bfloat16", "",
+            str(sizes["bytes_per_token"]), str(sizes["tokens_per_gib"]),
+        )  # fmt: skip
     out_console.print(table)
 
 

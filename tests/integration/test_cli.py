@@ -649,6 +649,53 @@ def test_recipes(capfd: pytest.CaptureFixture[str]) -> None:
     assert "nvfp4_mla" in capfd.readouterr().out
 
 
+def test_records(capfd: pytest.CaptureFixture[str]) -> None:
+    """Without a model: sizes of one layer."""
+    assert main(["records", "--json"]) == 0
+    listed = json.loads(capfd.readouterr().out)
+    rows = {row["name"]: row for row in listed["records"]}
+    assert len(rows) == 9
+    assert listed["model"] is None
+    assert rows["nvfp4_fp8rope_352"]["bytes_per_token"] == 352
+    assert rows["nvfp4_fp8rope_352"]["tokens_per_gib"] == 2**30 // (64 * 352) * 64
+    # A page of 64 tokens of this format is padded from 37376 to 37440 bytes.
+    assert rows["dsv4_fp8_584"]["page_bytes"] == 37440
+    assert rows["dsv4_fp8_584"]["tokens_per_gib"] == 2**30 // 37440 * 64
+    assert {row["outer_scale"] for row in rows.values()} == {"per token", "per layer", None}
+    assert rows["nvfp4_fp8rope_352"]["scales"]["latent"]["writer"]["rounding"] == (
+        "nearest_not_below"
+    )
+    assert main(["records"]) == 0
+    shown = capfd.readouterr().out
+    assert all(name in shown for name in rows)
+    assert "one layer" in shown
+
+
+@pytest.mark.usefixtures("no_model")
+def test_records_of_a_model(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """With a model: sizes of all its layers, for the formats that have room for its latent."""
+    example = Path(__file__).parents[2] / "examples" / "tiny_mla" / "model"
+    assert main(["records", str(example), "--page-size", "16", "--json"]) == 0
+    listed = json.loads(capfd.readouterr().out)
+    layers = listed["model"]["layers"]
+    assert listed["model"]["geometries"] == ["512+64"]
+    assert listed["model"]["bfloat16"]["bytes_per_token"] == layers * 2 * 576
+    fitting = {row["name"]: row for row in listed["records"] if row["fits"]}
+    assert set(fitting) == {
+        "fp8_ds_mla_656", "nvfp4_fp8rope_352", "nvfp4_ds_mla_432", "nvfp4_ds_mla_368",
+    }  # fmt: skip
+    row = fitting["nvfp4_ds_mla_432"]
+    assert row["bytes_per_token"] == layers * 432
+    assert row["tokens_per_gib"] == 2**30 // (layers * 16 * 432) * 16
+    assert all(row["tokens_per_gib"] is None for row in listed["records"] if not row["fits"])
+
+    assert main(["records", str(model)]) == 0
+    assert capfd.readouterr().out.count("does not fit") == 9
+    assert main(["records", str(model / "nothing")]) == 2
+    assert main(["records", "--page-size", "0"]) == 2
+    assert "--page-size must be at least 1" in flat(capfd.readouterr().err)
+
+
 def test_verify(undisturbed: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(undisturbed), "--no-logits"]) == 0
     assert "passed" in capfd.readouterr().out
@@ -671,6 +718,6 @@ def test_version_and_help(capfd: pytest.CaptureFixture[str]) -> None:
 
     assert main(["--version"]) == 0
     assert __version__ in capfd.readouterr().out
-    for command in ("calibrate", "evaluate", "inspect", "verify", "recipes"):
+    for command in ("calibrate", "evaluate", "inspect", "verify", "recipes", "records"):
         assert main([command, "--help"]) == 0
         assert command in capfd.readouterr().out
