@@ -1,8 +1,8 @@
 """A new user's path, as README.md has it, on the machine at hand; writes down what came out.
 
     python -m benchmarks.serving_walk                 # about three minutes on a GPU
-    python -m benchmarks.serving_walk --device cpu --tokens 4 -- --dtype float32 --enforce-eager
-                                                      # what follows -- goes to `vllm serve`
+    python -m benchmarks.serving_walk --device cpu --tokens 3 --windows 4 -- --dtype float32 \\
+        --enforce-eager                               # what follows -- goes to `vllm serve`
 
 Calibrates the example model, verifies the checkpoint, serves it, asks it something over the OpenAI
 API, and evaluates it: with `mla-quant evaluate`, and in vLLM with lm-evaluation-harness if that is
@@ -114,7 +114,7 @@ class Walk:
             answer = requests.post(f"{address}/v1/completions", json=body, timeout=300)
             answer.raise_for_status()
             texts.append(answer.json()["choices"][0]["text"])
-        self.note(["POST", "/v1/completions"], time.monotonic() - start,
+        self.note(["POST v1/completions"], time.monotonic() - start,
                   dict(zip(PROMPTS, texts, strict=True)))  # fmt: skip
         return texts
 
@@ -139,7 +139,9 @@ class Walk:
         self.note(command, time.monotonic() - start, found)
 
 
-def walk(folder: Path, device: str, tokens: int, options: list[str]) -> list[dict[str, Any]]:
+def walk(
+    folder: Path, device: str, tokens: int, windows: int, options: list[str]
+) -> list[dict[str, Any]]:
     """The whole path; returns the transcript."""
     steps = Walk(folder)
     out, report = folder / "OUT", folder / "REPORT"
@@ -160,7 +162,7 @@ def walk(folder: Path, device: str, tokens: int, options: list[str]) -> list[dic
         raise SystemExit("quantized attention made no difference to any answer")
     steps.mla_quant(
         "evaluate", str(out), "--data", "example:heldout", "--out", str(report), "--device",
-        device, keep=("accuracy",),
+        device, "--num-samples", str(windows), keep=("accuracy",),
     )  # fmt: skip
     steps.harness(out)
     steps.harness(ROOT / MODEL)
@@ -172,6 +174,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tokens", type=int, default=24, help="of an answer")
+    parser.add_argument("--windows", type=int, default=128, help="to evaluate on")
     parser.add_argument("options", nargs="*", help="more for `vllm serve`, after --")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/serving_walk_….json")
     args = parser.parse_args()
@@ -180,7 +183,7 @@ def main() -> None:
     ).stdout.split()[-1]
     result: dict[str, Any] = {**hardware(args.device), "vllm": version}
     with tempfile.TemporaryDirectory() as folder:
-        result["steps"] = walk(Path(folder), args.device, args.tokens, args.options)
+        result["steps"] = walk(Path(folder), args.device, args.tokens, args.windows, args.options)
     out = args.out or RESULTS / f"serving_walk_{version}.json"
     out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 

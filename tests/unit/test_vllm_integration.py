@@ -70,12 +70,6 @@ def test_formats_of_another_recipe_with_the_amax_that_are_there() -> None:
         integration.with_recipe(settings(q="none"), load_recipe("fp8_mla"))
 
 
-class FakeLoaders:
-    class BaseModelLoader:
-        def load_model(self, vllm_config, model_config):
-            return model_config.loaded
-
-
 def loaded_with(tmp_path, monkeypatch, layer_name: str, *, draft: bool, additional=None):
     (tmp_path / "mla_quant.json").write_text(settings().model_dump_json())
     layer = torch.nn.Identity()
@@ -94,7 +88,9 @@ def loaded_with(tmp_path, monkeypatch, layer_name: str, *, draft: bool, addition
     monkeypatch.setattr(integration, "publish", lambda *args: None)
 
     class Loaders:
-        BaseModelLoader = type("BaseModelLoader", (), dict(vars(FakeLoaders.BaseModelLoader)))
+        class BaseModelLoader:
+            def load_model(self, vllm_config, model_config):
+                return model_config.loaded
 
     integration._wrap(Loaders)
     assert Loaders.BaseModelLoader().load_model(vllm_config, model_config) is model_config.loaded
