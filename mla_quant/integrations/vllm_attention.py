@@ -216,18 +216,26 @@ class QuantTritonMLAImpl(TritonMLAImpl):
     mla_quant: LayerState
 
     def reserve_workspace(self) -> None:
-        """What 0.33 calls while it profiles memory; 0.26 has the builder alone."""
-        from vllm.v1.attention.backend import max_decode_query_len
-
+        """What 0.33 calls while it profiles memory; 0.26 is served by `reclass` alone."""
         super().reserve_workspace()
-        vllm_config = self._vllm_config
+        self.reserve_scratch(self._vllm_config)
+
+    def reserve_scratch(self, vllm_config: Any) -> None:
+        """Make vLLM's workspace as large as a decode step needs it, before memory is profiled."""
+        try:
+            from vllm.v1.attention.backend import max_decode_query_len
+        except ImportError:  # Before 0.33 a decode step has one token.
+            query_len = 1
+        else:
+            query_len = max_decode_query_len(vllm_config)
         _reserve(
             vllm_config,
             self.num_heads,
             self.kv_lora_rank,
             self.qk_rope_head_dim,
-            vllm_config.cache_config.block_size,
-            max_decode_query_len(vllm_config),
+            # Where it is not chosen yet the builder, which knows it, reserves the rest.
+            vllm_config.cache_config.block_size or 1,
+            query_len,
             self.mla_quant.decode_amax.device,
         )
 
@@ -399,28 +407,29 @@ def _reserve(
     """Make vLLM's workspace as large as any decode step will need it; returns its manager."""
     if not is_workspace_manager_initialized():
         return None
-    capacity = -(-vllm_config.model_config.max_model_len // block_size) * block_size
-    # Ranges times sequences does not grow with the batch alone.
-    largest = max(
-        (
-            scratch_shapes(
-                batch,
-                queries,
-                heads,
-                latent_width,
-                rope_width,
-                capacity,
-                device,
-                vllm_config.model_config.dtype.itemsize,
-            )
-            for batch in range(1, vllm_config.scheduler_config.max_num_seqs + 1)
-            for queries in {1, query_len}
-        ),
-        key=_aligned_bytes,
+    largest = _largest_scratch(
+        vllm_config.scheduler_config.max_num_seqs,
+        query_len,
+        heads,
+        latent_width,
+        rope_width,
+        -(-vllm_config.model_config.max_model_len // block_size) * block_size,
+        device,
+        vllm_config.model_config.dtype.itemsize,
     )
     manager = current_workspace_manager()
+    if manager.is_locked():
+        # Installed in an engine that runs: then a step allocates what it needs.
+        return None
     manager.get_simultaneous(*largest)
     return manager
+
+
+@functools.lru_cache(maxsize=16)
+def _largest_scratch(max_num_seqs: int, query_len: int, *sizes: Any) -> Any:
+    """What takes most of the scratch of all batches: ranges times sequences has no simple bound."""
+    steps = ((b, q) for b in range(1, max_num_seqs + 1) for q in {1, query_len})
+    return max((scratch_shapes(*step, *sizes) for step in steps), key=_aligned_bytes)
 
 
 def _aligned_bytes(shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> int:
@@ -501,6 +510,7 @@ def reclass(
     if state.layout is not None:
         undo.append(lambda: layer.__dict__.pop("get_kv_cache_spec", None))
         layer.get_kv_cache_spec = types.MethodType(_kv_cache_spec, layer)
+    impl.reserve_scratch(vllm_config)
 
 
 def _kv_cache_spec(layer: Any, vllm_config: Any) -> Any:

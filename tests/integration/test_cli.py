@@ -183,6 +183,8 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
+VLLM = ("--engine", "vllm", "--device", "auto")
+
 BAD: dict[str, tuple[list[str], str]] = {
     "unknown recipe": (["--recipe", "nvfp4_mia"], "did you mean 'nvfp4_mla'"),
     "format": (["--k", "int4"], "'int4'"),
@@ -203,6 +205,13 @@ BAD: dict[str, tuple[list[str], str]] = {
     "split": (["--split", "train"], "split"),
     "not a number": (["--seed", "x"], "--seed"),
     "unknown option": (["--sample", "3"], "--sample"),
+    "engine": (["--engine", "tensorrt"], "--engine must be transformers or vllm"),
+    "ranks of transformers": (["--tensor-parallel-size", "2"], "belongs to --engine vllm"),
+    "ranks": ([*VLLM, "--tensor-parallel-size", "0"], "must be at least 1, got 0"),
+    "device of vllm": ([*VLLM, "--device", "cpu"], "--device has no meaning for --engine vllm"),
+    "resume in vllm": ([*VLLM, "--resume"], "--resume has no meaning for --engine vllm"),
+    "weights in vllm": ([*VLLM, "--recipe", "fp8_mla_fp8_weights"], "calibrates attention alone"),
+    "form in vllm": ([*VLLM, "--form", "absorbed"], "use --form both"),
 }
 
 

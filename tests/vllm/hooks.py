@@ -17,6 +17,29 @@ def small_workspace() -> None:
     )
 
 
+def workspace() -> None:
+    """For `before`: the workspace that vLLM has on a GPU, closed before the first prompt."""
+    import torch
+    import vllm
+    from vllm.v1.worker import workspace
+
+    torch.accelerator.empty_cache = lambda: None
+    workspace.init_workspace_manager(torch.device("cpu"))
+    generate = vllm.LLM.generate
+
+    def closed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # From here on, whoever needs more scratch than was reserved fails.
+        workspace.lock_workspace()
+        return generate(self, *args, **kwargs)
+
+    vllm.LLM.generate = closed
+
+
+def reserved(llm: Any) -> bool:
+    """Whether every layer takes its scratch from the workspace."""
+    return all(layer.impl.mla_quant.workspace is not None for layer in layers(llm).values())
+
+
 def allow_float32() -> None:
     """For `before`, on a GPU: let float32 through to the backend, whose kernels are replaced."""
     import torch

@@ -46,14 +46,22 @@ def served(vllm: Vllm, checkpoint: Path, prompts: list[list[int]], **kwargs) -> 
 
 @pytest.fixture(scope="module")
 def outputs(vllm: Vllm, checkpoint: Path, prompts: list[list[int]]) -> Result:
-    after = ["tests.vllm.hooks:attention", "tests.vllm.hooks:compile_kernels"]
-    return served(vllm, checkpoint, prompts, after=after)
+    hooks = ["attention", "compile_kernels", "reserved"]
+    return served(
+        vllm,
+        checkpoint,
+        prompts,
+        before=[f"tests.vllm.hooks:{hook}" for hook in ("small_workspace", "workspace")],
+        after=[f"tests.vllm.hooks:{hook}" for hook in hooks],
+    )
 
 
 def test_plugin_installs_itself(outputs: Result) -> None:
     found = outputs.after["tests.vllm.hooks:attention"]
     assert found["classes"] == ["QuantTritonMLAImpl"] * 4
     assert outputs.after["tests.vllm.hooks:compile_kernels"]
+    # Decode had no other scratch than what was reserved before the first prompt.
+    assert outputs.after["tests.vllm.hooks:reserved"]
     # Some of the longest prompt was read from the cache, raw, in every layer.
     assert found["calls"]["merge_attn_states"] >= 4
 
@@ -127,6 +135,25 @@ def test_a_model_without_settings_stays_as_it_is(vllm) -> None:
     assert reasons["kv_cache_dtype"].count("the raw latent is needed") == 4
     failures = result.after["tests.vllm.hooks:failures_leave_nothing"]
     assert failures and all(failures.values()), failures
+
+
+def test_preempted_requests_are_computed_again(vllm, checkpoint, reference) -> None:
+    """Eight blocks of 16 tokens: the 65th token of one request evicts the other."""
+    prompts = [ids[:60] for ids in held_out((97, 97))]
+    result = vllm(
+        checkpoint,
+        [run(prompts, 8, logprobs=True)],
+        engine=ENGINE
+        # One more block is vLLM's null block.
+        | {"disable_log_stats": False, "max_model_len": 128, "num_gpu_blocks_override": 9},
+        after=["tests.vllm.hooks:preemptions"],
+    )
+    assert result.after["tests.vllm.hooks:preemptions"] > 0
+    for prompt, output in zip(prompts, result.runs[0], strict=True):
+        rows = slice(len(prompt) - 1, None)
+        want = reference.logprobs(reference.quantized, prompt, output.tokens[:-1])[rows]
+        original = reference.logprobs(reference.original, prompt, output.tokens[:-1])[rows]
+        assert divergence(want, output.logprobs).mean() < divergence(original, want).mean()
 
 
 @pytest.mark.parametrize("vllm", ["0.33.0"], indirect=True)
