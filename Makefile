@@ -44,9 +44,9 @@ test: $(STAMP) ## Run the tests that need neither a GPU nor vLLM
 vllm-envs: $(STAMP) ## Create the virtual environments with vLLM, one for each version
 	MLA_QUANT_VLLM_ENVS='$(VLLM_ENVS)' $(BIN)/python -m tests.vllm.environments $(PIP_ARGS)
 
-# By files, since the tests of a file share what a vLLM computed.
+# By groups (tests/vllm/conftest.py), since their tests share what a vLLM computed.
 test-vllm: vllm-envs ## Run tests/vllm, with a real vLLM on the CPU
-	MLA_QUANT_VLLM_ENVS='$(VLLM_ENVS)' OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS) tests/vllm
+	MLA_QUANT_VLLM_ENVS='$(VLLM_ENVS)' OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS) tests/vllm
 
 test-gpu: ## Run tests/gpu and tests/kernels with $(PYTHON) as it is, without the virtual environment
 	PYTHONPATH=. $(PYTHON) -m pytest $(PYTEST_ARGS) tests/gpu tests/kernels

@@ -14,6 +14,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(environments.HERE):
             item.add_marker(pytest.mark.vllm)
+            # Tests of a file and a version share what a vLLM computed: one worker runs them.
+            version = item.callspec.params.get("vllm") if hasattr(item, "callspec") else None
+            item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}-{version}"))
 
 
 @pytest.fixture(scope="session", params=environments.VERSIONS)
