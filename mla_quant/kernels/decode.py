@@ -153,14 +153,16 @@ def scratch_shapes(
         rope_width: Features of the rope part.
         capacity: Tokens that a row of the block table can hold.
         device: Where it runs.
-        element_bytes: Of the widest operand of a product.
+        element_bytes: Of the model's dtype.
     """
     capability, multiprocessors = _device_properties(device)
     rows = query_len * heads
     shapes = [
         ProgramShape(c.block_rows, c.block_tokens)
         for source in SOURCES
-        for c in (choose_configuration(rows, capability, source, element_bytes),)
+        # Products of quantized operands are bf16 in a model of any dtype.
+        for size in {2, element_bytes}
+        for c in (choose_configuration(rows, capability, source, size),)
     ]
     ranges = [shape.splits(batch, rows, capacity, multiprocessors) for shape in shapes]
     hopper = _import_hopper() if capability == 90 and not INTERPRETED else None
@@ -308,9 +310,12 @@ def decode_attention(
             rows_per_sequence,
             capability,
         )
-        element_bytes = max(d.itemsize for d in (latent_dtype, rope_dtype, pv_dtype))
         rope_as_latent = k_stored if not rope_width else k_rope_stored
         source = operand_source(formats, k_stored, v_stored, rope_as_latent)
+        staged = [latent_dtype, rope_dtype, pv_dtype]
+        if source != "stored":
+            staged.append(cache.dtype)
+        element_bytes = max(d.itemsize for d in staged)
         configuration = choose_configuration(rows_per_sequence, capability, source, element_bytes)
     elif records is not None and (
         configuration.block_rows > MAX_ROWS_STORED

@@ -151,7 +151,7 @@ _CONFIGURATIONS_HOPPER_RAW = (
     Configuration(16, 64, 2, 4, 4, 5),
     Configuration(64, 64, 4, 2, 8, 2),
 )
-# fp32 operands: products without tensor cores, for tests and exact comparisons.
+# fp32 operands, whose products take no tensor cores, and fp32 caches that are quantized on read.
 _CONFIGURATIONS_FP32 = {
     "large": (Configuration(16, 32, 2, 2, 4, 1),),
     "medium": (Configuration(16, 32, 2, 2, 4, 1),),
@@ -167,7 +167,8 @@ def configurations(
     Args:
         capability: Compute capability × 10, for example 90.
         source: One of `SOURCES`.
-        element_bytes: Bytes of the widest operand of a product.
+        element_bytes: Bytes of the widest element of a tile: operand of a product, or raw
+            cache.
     """
     shared = shared_bytes(divmod(capability, 10))
     size = "large" if shared >= 227 << 10 else "medium" if shared >= 163 << 10 else "small"

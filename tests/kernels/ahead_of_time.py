@@ -206,8 +206,16 @@ def decode_calls(capability: tuple[int, int]) -> Iterator[Callable[[], object]]:
     if number == 90:
         yield lambda: call(nvfp4, stored, 128, num_splits=6)
         yield lambda: call(none, None, 128, num_splits=6)
+    # Models in fp32: raw tiles of twice the size, whatever dtype the products have.
+    fp32 = {"dtype": torch.float32, "num_splits": 1}
     if number == 120:
-        yield lambda: call(none, dtype=torch.float32, num_splits=1)
+        yield lambda: call(none, **fp32)
+    if number in (80, 90, 120):
+        yield lambda: call(nvfp4, **fp32)
+        yield lambda: call(nvfp4, stored, **fp32)
+    if number in (80, 120):
+        partial = operand_cache.OperandLayout(latent, rope, "none", "fp8")
+        yield lambda: call(v_fp8, partial, **fp32)
     rope_format = {89: "fp8", 120: "none"}.get(number)
     if rope_format is not None:
         formats = decode.OperandFormats(q_rope=rope_format, k_rope=rope_format)
