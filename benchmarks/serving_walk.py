@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -73,8 +73,8 @@ class Walk:
         return found
 
     @contextmanager
-    def server(self, model: Path, *options: str) -> Iterator[str]:
-        """`vllm serve`, until the block ends; yields its address."""
+    def server(self, model: Path, *options: str) -> Iterator[Callable[[], str]]:
+        """`vllm serve`, until the block ends; yields what waits for it and returns its address."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -86,7 +86,8 @@ class Walk:
             stderr=subprocess.STDOUT,
         )  # fmt: skip
         address = f"http://127.0.0.1:{port}"
-        try:
+
+        def ready() -> str:
             while True:
                 if process.poll() is not None or time.monotonic() > start + STARTING_S:
                     raise SystemExit(f"no server after {command}:\n{log.read_text()[-6000:]}")
@@ -98,7 +99,10 @@ class Walk:
             lines = [x.split("mla_quant: ", 1)[1] for x in log.read_text().splitlines()
                      if "mla_quant: " in x]  # fmt: skip
             self.note(command, time.monotonic() - start, {"log": sorted(set(lines))})
-            yield address
+            return address
+
+        try:
+            yield ready
         finally:
             process.terminate()
             try:
@@ -152,18 +156,20 @@ def walk(
     steps.mla_quant("verify", str(out), "--device", device, keep=("passed", "checks"))
     options = ["--max-model-len", "1024", *options]
     if device.startswith("cuda"):
-        options += ["--gpu-memory-utilization", "0.3"]
-    with steps.server(out, *options) as address:
-        quantized = steps.ask(address, out, tokens)
+        # A size that is given: what else uses the GPU meanwhile would disturb a measurement.
+        options += ["--gpu-memory-utilization", "0.3", "--kv-cache-memory-bytes", str(4 << 30)]
+    with steps.server(out, *options) as ready:
+        quantized = steps.ask(ready(), out, tokens)
     off = ["--additional-config", '{"mla_quant": false}']
-    with steps.server(out, *options, *off) as address:
-        plain = steps.ask(address, out, tokens)
+    with steps.server(out, *options, *off) as ready:
+        # While it starts.
+        steps.mla_quant(
+            "evaluate", str(out), "--data", "example:heldout", "--out", str(report), "--device",
+            device, "--num-samples", str(windows), keep=("accuracy",),
+        )  # fmt: skip
+        plain = steps.ask(ready(), out, tokens)
     if quantized == plain:
         raise SystemExit("quantized attention made no difference to any answer")
-    steps.mla_quant(
-        "evaluate", str(out), "--data", "example:heldout", "--out", str(report), "--device",
-        device, "--num-samples", str(windows), keep=("accuracy",),
-    )  # fmt: skip
     steps.harness(out)
     steps.harness(ROOT / MODEL)
     return steps.steps

@@ -162,8 +162,9 @@ def test_batches_prefixes_and_preemption(vllm, checkpoint, prompts, reference, m
     )
     assert result.after["tests.vllm.hooks:preemptions"] > 0
     assert any(output.cached for output in result.runs[1])
-    # The first ones to come stay; whichever is preempted is a later one.
-    for prompt, output in list(zip(batch, result.runs[0], strict=True))[-4:]:
+    # The last to come is preempted first, and what was generated before is then computed as a
+    # prompt, with other operands quantized. The first three, 322 tokens in 384, stay.
+    for prompt, output in list(zip(batch, result.runs[0], strict=True))[:3]:
         check_decoding(reference, prompt, output)
 
 
