@@ -106,7 +106,7 @@ def _reciprocal(x):
 
 
 @triton.jit
-def _quotient(
+def bounded_quotient(
     magnitude,
     divisor,
     LARGEST: tl.constexpr,
@@ -137,7 +137,7 @@ def _quotient(
 def block_scale(block_amax, g, ORDINARY: tl.constexpr = False):
     """Stored E4M3 scale of NVFP4 blocks, fp32; `block_amax` must hold no NaN."""
     if ORDINARY and not INTERPRETED:
-        ratio = _quotient(block_amax, g * E2M1_MAX, E4M3_MAX, ORDINARY)
+        ratio = bounded_quotient(block_amax, g * E2M1_MAX, E4M3_MAX, ORDINARY)
     else:
         ratio = tl.minimum(tl.div_rn(block_amax, g * E2M1_MAX), E4M3_MAX)
     return round_e4m3_magnitude(ratio)
@@ -146,7 +146,7 @@ def block_scale(block_amax, g, ORDINARY: tl.constexpr = False):
 @triton.jit
 def quantize_fp8(x, g, ORDINARY: tl.constexpr = False):
     """FP8 elements of fp32 `x` under global scale `g`: E4M3 values, fp32."""
-    quotient = _quotient(tl.abs(x), g, E4M3_MAX, ORDINARY)
+    quotient = bounded_quotient(tl.abs(x), g, E4M3_MAX, ORDINARY)
     return with_sign(round_e4m3_magnitude(quotient), x)
 
 
@@ -156,7 +156,7 @@ def nvfp4_quotient(magnitude, scale, g, ORDINARY: tl.constexpr):
 
     NaN is in blocks of scale 0 only, if at all, and becomes 0, if ORDINARY.
     """
-    return _quotient(magnitude, scale * g, E2M1_MAX, ORDINARY, KEEP_NAN=False)
+    return bounded_quotient(magnitude, scale * g, E2M1_MAX, ORDINARY, KEEP_NAN=False)
 
 
 @triton.jit
@@ -175,7 +175,7 @@ def quantize_nvfp4(x, g, AXIS: tl.constexpr, ORDINARY: tl.constexpr = False, fac
         largest = tl.max(magnitude, AXIS)
         largest = tl.where(largest == largest, largest, 0.0)
     scale = block_scale(tl.expand_dims(largest, AXIS), g, ORDINARY)
-    quotient = _quotient(magnitude, scale * g, E2M1_MAX, ORDINARY)
+    quotient = bounded_quotient(magnitude, scale * g, E2M1_MAX, ORDINARY)
     return with_sign(round_e2m1_magnitude(quotient) * (scale * factor), x)
 
 

@@ -132,14 +132,8 @@ def pack_into(
         RecordError: As `pack`, or slots of a wrong shape, dtype or device.
     """
     fmt = cache.format
-    parts = check_input(latent, rope, fmt, cache.outer_scale, cache.rope_dtype, nan)
-    slots = _check_slots(cache, slots)
-    if len(slots) != len(latent):
-        raise RecordError(f"{len(slots)} slots were given for {len(latent)} rows; one each")
-    if latent.device != cache.data.device:
-        raise RecordError(
-            f"the latent is on {latent.device}, the cache on {cache.data.device}; move one of them"
-        )
+    parts = check_rows(cache, latent, rope, slots, nan)
+    slots = slots.long()
     chosen = _first_rows(slots, cache.num_slots)
     parts = {name: x[chosen] for name, x in parts.items()}
     refuse_nan(parts, fmt, nan, rows=chosen)
@@ -164,7 +158,8 @@ def unpack_from(cache: RecordCache, slots: Tensor) -> tuple[Tensor, Tensor]:
     Raises:
         RecordError: Slots of a wrong shape, dtype or device.
     """
-    slots = _check_slots(cache, slots)
+    _check_slots(cache, slots)
+    slots = slots.long()  # The only dtype that every version of torch indexes with.
     valid = (slots >= 0) & (slots < cache.num_slots)
     page, place = _locate(cache, slots[valid])
     records = torch.cat([area[page, place] for area in cache.areas()], dim=1)
@@ -176,8 +171,27 @@ def unpack_from(cache: RecordCache, slots: Tensor) -> tuple[Tensor, Tensor]:
     return latent, rope
 
 
-def _check_slots(cache: RecordCache, slots: Tensor) -> Tensor:
-    """Slots as int64, the only dtype that every version of torch indexes with."""
+def check_rows(
+    cache: RecordCache, latent: Tensor, rope: Tensor | None, slots: Tensor, nan: OnNan = "poison"
+) -> dict[str, Tensor]:
+    """The parts to store by the name of their segment, after checks that read no values.
+
+    Raises:
+        RecordError: See `pack_into`.
+    """
+    fmt = cache.format
+    parts = check_input(latent, rope, fmt, cache.outer_scale, cache.rope_dtype, nan)
+    _check_slots(cache, slots)
+    if len(slots) != len(latent):
+        raise RecordError(f"{len(slots)} slots were given for {len(latent)} rows; one each")
+    if latent.device != cache.data.device:
+        raise RecordError(
+            f"the latent is on {latent.device}, the cache on {cache.data.device}; move one of them"
+        )
+    return parts
+
+
+def _check_slots(cache: RecordCache, slots: Tensor) -> None:
     if slots.dtype not in (torch.int32, torch.int64) or slots.dim() != 1:
         raise RecordError(
             f"slots must be int32 or int64 [tokens], found "
@@ -187,7 +201,6 @@ def _check_slots(cache: RecordCache, slots: Tensor) -> Tensor:
         raise RecordError(
             f"slots are on {slots.device}, the cache on {cache.data.device}; move one of them"
         )
-    return slots.long()
 
 
 def _locate(cache: RecordCache, slots: Tensor) -> tuple[Tensor, Tensor]:

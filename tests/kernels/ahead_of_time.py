@@ -1,6 +1,7 @@
 """Compile every kernel launch of the package for a GPU that need not be there.
 
     python -m tests.kernels.ahead_of_time 90        # compute capability 9.0
+    python -m tests.kernels.ahead_of_time 90 records  # those of records alone
     python -m tests.kernels.ahead_of_time variants  # how many of each kernel one model needs
 
 The host functions run on the CPU with their launches caught, so what is compiled is what they
@@ -26,6 +27,8 @@ from triton.runtime.jit import JITFunction
 from mla_quant.kernels import decode, operand_cache, prefill
 from mla_quant.kernels.devices import shared_bytes
 from mla_quant.kernels.merge import merge_attention
+from mla_quant.kernels.record_store import norm_rotate_store, store_records
+from mla_quant.records import RECORDS, RecordCache
 from mla_quant.reference import Sparsity
 
 POINTERS = {
@@ -240,6 +243,32 @@ def other_calls() -> Iterator[Callable[[], object]]:
         yield lambda o=observer, x=x, v=valid: _collect_in_one_pass(o, x, v)
 
 
+# Formats by target: each has other instructions, and all of them take long.
+RECORD_FORMATS = {
+    80: ("nvfp4_fp8rope_352", "fp8_ds_mla_656", "dsv4_nvfp4_384"),
+    89: ("nvfp4_ds_mla_432", "dsv4_fp8_584"),
+    90: ("nvfp4_fp8rope_352", "nvfp4_ds_mla_432", "fp8_ds_mla_656", "dsv4_fp8_584"),
+    100: ("nvfp4_ds_mla_368", "dsv41_fp8_528"),
+    120: ("nvfp4_outer_304", "dsv41_fp4_288"),
+}
+
+
+def record_calls(number: int) -> Iterator[Callable[[], object]]:
+    slots = torch.zeros(8, dtype=torch.int64)
+    for name in RECORD_FORMATS[number]:
+        fmt = RECORDS[name]
+        cache = RecordCache.allocate(fmt, 4)
+        latent = torch.zeros(8, fmt.latent.width, dtype=torch.bfloat16)
+        rope = torch.zeros(8, fmt.rope_width, dtype=torch.bfloat16) if fmt.rope else None
+        yield lambda c=cache, x=latent, y=rope: store_records(c, x, y, slots, unique_slots=True)
+        if fmt.rope is not None:
+            yield lambda c=cache, x=latent, y=rope: norm_rotate_store(
+                c, x, y, slots, weight=x[0], epsilon=1e-6, positions=slots,
+                cos_sin=torch.zeros(8, y.shape[1]), rope_style="pairs" if number != 80 else "halves",
+                unique_slots=True,
+            )  # fmt: skip
+
+
 def count_variants() -> dict[str, int]:
     """How many variants of each kernel calls need that differ in lengths and in the batch alone."""
     variants: dict[str, set[str]] = {}
@@ -288,7 +317,11 @@ def main() -> None:
     number = int(sys.argv[1])
     capability = divmod(number, 10)
     seen = set()
-    for call in [*prefill_calls(capability), *decode_calls(capability), *other_calls()]:
+    calls = [prefill_calls(capability), decode_calls(capability), other_calls()]
+    calls.append(record_calls(number))
+    if len(sys.argv) > 2:
+        calls = calls[-1:]
+    for call in itertools.chain(*calls):
         for kernel, arguments, options in capture(call):
             shown = {
                 k: (str(v.dtype) if isinstance(v, torch.Tensor) else v)

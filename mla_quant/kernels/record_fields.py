@@ -1,0 +1,308 @@
+"""Record descriptions as kernels read them, and the device functions that decode and encode codes.
+
+`describe` turns a `RecordFormat` and a page size into named tuples of numbers, which kernels take as
+one `tl.constexpr`: no format has code of its own. Every field of token `place` in a page lies at
+`at + place · stride` from the page's start, whether in the page's rows or in its footer.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from mla_quant.formats import E2M1, E4M3, UE8M0, ElementFormat
+from mla_quant.kernels.numerics import (
+    INTERPRETED,
+    bounded_quotient,
+    round_e2m1_magnitude,
+    round_e4m3_magnitude,
+    with_sign,
+)
+from mla_quant.kernels.operand_cache import decode_e4m3, encode_e4m3
+from mla_quant.records import RecordFormat, Segment
+
+_CODES: dict[ElementFormat | None, int] = {None: 0, E2M1: 1, E4M3: 2, UE8M0: 3}
+AS_IS = tl.constexpr(_CODES[None])
+"""As an element: a 16-bit float. As a scale: fp32."""
+IS_E2M1 = tl.constexpr(_CODES[E2M1])
+IS_E4M3 = tl.constexpr(_CODES[E4M3])
+IS_UE8M0 = tl.constexpr(_CODES[UE8M0])
+
+_ROUNDINGS = {"none": 0, "nearest": 1, "nearest_not_below": 2, "power_of_two_up": 3}
+_UNROUNDED = tl.constexpr(_ROUNDINGS["none"])
+_NOT_BELOW = tl.constexpr(_ROUNDINGS["nearest_not_below"])
+_POWER_OF_TWO_UP = tl.constexpr(_ROUNDINGS["power_of_two_up"])
+
+_E4M3_MAX = tl.constexpr(E4M3.max)
+_E4M3_LARGEST_CODE = tl.constexpr(E4M3.largest_code)
+_E4M3_NAN = tl.constexpr(E4M3.nan_code)
+_UE8M0_NAN = tl.constexpr(UE8M0.nan_code)
+_E2M1_SIGN = tl.constexpr(1 << (E2M1.bits - 1))
+_E2M1_MAGNITUDE = tl.constexpr((1 << (E2M1.bits - 1)) - 1)
+_E2M1_SIGN_SHIFT = tl.constexpr(32 - E2M1.bits)
+_FP32_MANTISSA_BITS = tl.constexpr(23)
+_FP32_MANTISSA = tl.constexpr((1 << 23) - 1)
+_FP32_NAN = tl.constexpr(0x7FC00000)
+_SMALLEST_UE8M0_BITS = tl.constexpr(1 << 22)
+# Exponent fields of x and of its reciprocal add up to this, for powers of two.
+_RECIPROCAL_BITS = tl.constexpr((2 * 127) << 23)
+_E2M1_SHIFT = tl.constexpr(23 - E2M1.mantissa_bits)
+# Moves E2M1's exponents to where fp32 has them, and back.
+_E2M1_UNIT = tl.constexpr(2.0 ** (E2M1.bias - 127))
+_FROM_E2M1_UNIT = tl.constexpr(2.0 ** (127 - E2M1.bias))
+
+
+TRITON_DTYPES = {
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float32: tl.float32,
+}
+
+
+class ScaleFields(NamedTuple):
+    """Block scales of a segment; see `mla_quant.records.BlockScale` for what they mean.
+
+    `power_of_two`: whether only powers of two are written. `reciprocal`: fp32(1 / element.max) if the
+    exact scale is a product with it, else 0.
+    """
+
+    at: int
+    stride: int
+    bytes_each: int
+    block: int
+    blocks: int
+    interleave: int
+    code: int
+    rounding: int
+    power_of_two: bool
+    floor: float
+    reciprocal: float
+
+
+class SegmentFields(NamedTuple):
+    """One segment; `scale` is None without block scales, `outer_at` is -1 without an outer scale.
+
+    `limit`: no product of a stored code and a scale of magnitudes up to it overflows.
+    `outer_reciprocal`: fp32(1 / (element.max · scale.max)).
+    """
+
+    at: int
+    stride: int
+    width: int
+    element: int
+    largest: float
+    limit: float
+    scale: ScaleFields | None
+    outer_at: int
+    outer_stride: int
+    outer_reciprocal: float
+
+
+class RecordFields(NamedTuple):
+    """A record; `rope` is None without a rope segment; `padding`: (at, stride, bytes) of each gap."""
+
+    latent: SegmentFields
+    rope: SegmentFields | None
+    v_width: int
+    padding: tuple[tuple[int, int, int], ...]
+
+
+def describe(fmt: RecordFormat, page_size: int) -> RecordFields:
+    """The fields of a format in pages of `page_size` tokens."""
+
+    def place(offset: int) -> tuple[int, int]:
+        if offset < fmt.rows_end:
+            return offset, fmt.rows_end
+        return page_size * fmt.rows_end + offset - fmt.rows_end, fmt.footer_bytes
+
+    def segment(name: str, part: Segment) -> SegmentFields:
+        scale = None
+        if part.scale is not None and part.element is not None:
+            rule = part.scale
+            scale = ScaleFields(
+                *place(rule.offset),
+                rule.bytes_each,
+                rule.block,
+                part.blocks,
+                rule.interleave,
+                _CODES[rule.format],
+                _ROUNDINGS[rule.writer.rounding],
+                rule.writer.rounding == "power_of_two_up",
+                rule.writer.floor,
+                _fp32(1 / part.element.max) if rule.writer.division == "reciprocal" else 0.0,
+            )
+        largest = part.element.max if part.element else 0.0
+        limit = 0.0
+        if part.element is not None:
+            limit = largest * 2.0 ** math.floor(math.log2(torch.finfo(torch.float32).max / largest))
+        outer = (-1, 0) if part.outer_offset is None else place(part.outer_offset)
+        return SegmentFields(
+            *place(part.offset),
+            part.width,
+            _CODES[part.element],
+            largest,
+            limit,
+            scale,
+            *outer,
+            _fp32(1 / part.quant_max) if part.quant_max else 0.0,
+        )
+
+    covered = sorted((field.offset, field.end) for field in fmt.fields)
+    ends = [0, *(end for _, end in covered)]
+    starts = [*(start for start, _ in covered), fmt.record_bytes]
+    gaps = []
+    for end, start in zip(ends, starts, strict=True):
+        for first, last in ((end, min(start, fmt.rows_end)), (max(end, fmt.rows_end), start)):
+            if first < last:
+                gaps.append((*place(first), last - first))
+    return RecordFields(
+        segment("latent", fmt.latent),
+        None if fmt.rope is None else segment("rope", fmt.rope),
+        fmt.v_width,
+        tuple(gaps),
+    )
+
+
+def _fp32(x: float) -> float:
+    return torch.tensor(x, dtype=torch.float32).item()
+
+
+@triton.jit
+def token_offset(slot, page_stride, PAGE_SIZE: tl.constexpr):
+    """Offset of the page of int64 `slot` from the cache's start, int64, and the place in it."""
+    page = slot // PAGE_SIZE
+    return page * page_stride, slot - page * PAGE_SIZE
+
+
+# --- codes of scales
+
+
+@triton.jit
+def _ue8m0_bits(code):
+    """fp32 bits of UE8M0 codes; the smallest is a subnormal number."""
+    bits = tl.where(code == 0, _SMALLEST_UE8M0_BITS, code << _FP32_MANTISSA_BITS)
+    return tl.where(code == _UE8M0_NAN, _FP32_NAN, bits)
+
+
+@triton.jit
+def load_scale(base, place, number, SCALE: tl.constexpr, mask, other: tl.constexpr = 0):
+    """Block scales as fp32.
+
+    Args:
+        base: Pointers to bytes: starts of pages.
+        place: Places of tokens in them.
+        number: Numbers of blocks.
+        SCALE: `ScaleFields`.
+        mask: Which to read; the others are 0.
+        other: Byte that stands for a scale that is not read.
+    """
+    stride: tl.constexpr = SCALE.blocks // SCALE.interleave
+    stored = number % SCALE.interleave * stride + number // SCALE.interleave
+    at = base + SCALE.at + place * SCALE.stride + stored * SCALE.bytes_each
+    if SCALE.code == AS_IS:
+        return tl.load(at.to(tl.pointer_type(tl.float32)), mask=mask, other=0.0)
+    code = tl.load(at, mask=mask, other=other).to(tl.int32)
+    if SCALE.code == IS_E4M3:
+        return decode_e4m3(code)
+    else:
+        return _ue8m0_bits(code).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def choose_scale(amax, outer, SCALE: tl.constexpr, LARGEST: tl.constexpr):
+    """What a writer stores for groups of largest magnitude `amax`: fp32 value and its byte.
+
+    `outer` multiplies the stored scale when it is read. Without a byte (fp32 scales) the second
+    result is the value itself. `amax` must hold no NaN.
+    """
+    if SCALE.reciprocal > 0.0:
+        exact = amax * SCALE.reciprocal
+    else:
+        exact = tl.div_rn(amax, LARGEST * outer)
+    exact = tl.maximum(exact, SCALE.floor)
+    if SCALE.rounding == _UNROUNDED:
+        return exact, exact
+    elif SCALE.rounding == _POWER_OF_TWO_UP:
+        # Rounded up in the exponent's field; floors keep exponents positive.
+        code = (exact.to(tl.int32, bitcast=True) + _FP32_MANTISSA) >> _FP32_MANTISSA_BITS
+        value = (code << _FP32_MANTISSA_BITS).to(tl.float32, bitcast=True)
+        if SCALE.code == AS_IS:
+            return value, value
+        else:
+            return value, code
+    else:
+        value = round_e4m3_magnitude(tl.minimum(exact, _E4M3_MAX))
+        code = encode_e4m3(value)
+        if SCALE.rounding == _NOT_BELOW:
+            code += ((value < exact) & (code < _E4M3_LARGEST_CODE)).to(tl.int32)
+            value = decode_e4m3(code)
+        return value, code
+
+
+@triton.jit
+def nan_scale(value, code, poisoned, SCALE: tl.constexpr):
+    """The results of `choose_scale`, NaN where `poisoned`."""
+    value = tl.where(poisoned, float("nan"), value)
+    if SCALE.code == AS_IS:
+        return value, value
+    elif SCALE.code == IS_E4M3:
+        return value, tl.where(poisoned, _E4M3_NAN, code)
+    else:
+        return value, tl.where(poisoned, _UE8M0_NAN, code)
+
+
+# --- codes of elements
+
+
+@triton.jit
+def quotient(x, divisor, LARGEST: tl.constexpr, EXACT: tl.constexpr, ORDINARY: tl.constexpr):
+    """`x / divisor`, correctly rounded up to magnitude `LARGEST`; +0 where the divisor is 0.
+
+    EXACT: divisors are powers of two, so that the product with a reciprocal is the quotient.
+    ORDINARY: they are 0, NaN or `numerics.scale_is_ordinary`.
+    """
+    if EXACT:
+        bits = _RECIPROCAL_BITS - divisor.to(tl.int32, bitcast=True)
+        reciprocal = bits.to(tl.float32, bitcast=True)
+        result = x * tl.where(divisor == divisor, reciprocal, divisor)
+    else:
+        result = with_sign(bounded_quotient(tl.abs(x), divisor, LARGEST, ORDINARY), x)
+        # Divisors of 0 and NaN are the results themselves.
+        result = tl.where(divisor > 0, result, divisor)
+    return result
+
+
+@triton.jit
+def encode_elements(x, ELEMENT: tl.constexpr, LARGEST: tl.constexpr):
+    """Codes, int32, of the elements nearest to fp32 `x`, saturating; E2M1 takes NaN for +0."""
+    if ELEMENT == IS_E2M1:
+        x = tl.where(x == x, x, 0.0)
+        magnitude = round_e2m1_magnitude(tl.minimum(tl.abs(x), LARGEST))
+        code = (magnitude * _E2M1_UNIT).to(tl.int32, bitcast=True) >> _E2M1_SHIFT
+        sign = (x.to(tl.int32, bitcast=True) >> _E2M1_SIGN_SHIFT) & _E2M1_SIGN
+        return code | sign
+    else:
+        magnitude = tl.minimum(tl.abs(x), LARGEST)
+        if not INTERPRETED:
+            # The minimum drops NaN.
+            magnitude = tl.where(x == x, magnitude, x)
+        return encode_e4m3(with_sign(round_e4m3_magnitude(magnitude), x)) & tl.where(
+            x == x, 0xFF, _E4M3_NAN
+        )
+
+
+@triton.jit
+def decode_e2m1(code):
+    """fp32 values of int32 E2M1 codes, of which only the lowest four bits count."""
+    bits = ((code & _E2M1_MAGNITUDE) << _E2M1_SHIFT) | ((code & _E2M1_SIGN) << _E2M1_SIGN_SHIFT)
+    return bits.to(tl.float32, bitcast=True) * _FROM_E2M1_UNIT
+
+
+@triton.jit
+def load_sixteen_bit(at, mask, DTYPE: tl.constexpr):
+    """16-bit floats at byte pointers, 0 where not read."""
+    return tl.load(at.to(tl.pointer_type(DTYPE)), mask=mask, other=0.0)
