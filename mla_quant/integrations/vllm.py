@@ -1,7 +1,8 @@
 """Quantized MLA attention inside vLLM 0.26 to 0.33, on the TRITON_MLA backend.
 
 `register` is vLLM's plugin: it makes every model load look for the settings that
-`mla-quant calibrate` wrote beside the weights, and installs them if there are any. `install` does
+`mla-quant calibrate` wrote beside the weights, and installs them if there are any; or makes the KV
+cache hold records, if `--additional-config` says so. `install` does
 the same by hand, for a model that is loaded already. Neither this module nor the plugin imports
 vLLM's model code before a model is loaded.
 
@@ -24,8 +25,9 @@ from typing import Any
 
 import torch
 
-from mla_quant.errors import ConfigError
+from mla_quant.errors import ConfigError, RecordError
 from mla_quant.recipes import OPERANDS, Recipe, load_recipe
+from mla_quant.records import RecordFormat, outer_scale, record_format
 from mla_quant.reference import RANKED_PATTERNS, Sparsity
 from mla_quant.settings import (
     SETTINGS_FILE,
@@ -42,6 +44,8 @@ _LAYER_SUFFIXES = (".mla_attn", ".attn")
 """What vLLM appends to the name of an attention module for the attention proper."""
 ENABLED = "mla_quant"
 """Key of vLLM's `--additional-config`: false serves a checkpoint as if it had no settings."""
+RECORDS = "mla_quant_records"
+"""Key of vLLM's `--additional-config`: name of the record format that the KV cache holds."""
 SIDE_CACHE = "mla_quant_side_cache"
 """Key of vLLM's `--additional-config`: false keeps the KV cache as it is, and quantizes K and V
 whenever they are read."""
@@ -77,6 +81,43 @@ class LayerPlan:
         """amax of operands; 1 for those that are not quantized, which nothing reads."""
         values = (self.settings.operand(o).amax for o in operands)
         return [1.0 if value is None else value for value in values]
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordPlan:
+    """What one attention layer stores in its KV cache.
+
+    Attributes:
+        format: Of the records.
+        outer_scale: Of the layer; 1 where the format takes none or no range is known.
+    """
+
+    format: RecordFormat
+    outer_scale: float
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordCachePlan:
+    """All layers of a model whose KV cache holds records.
+
+    Attributes:
+        layers: By their name in vLLM.
+        calibrated: Whether outer scales come from calibrated ranges.
+    """
+
+    layers: Mapping[str, RecordPlan]
+    calibrated: bool
+
+    def summary(self) -> str:
+        """One line for the log."""
+        fmt = next(iter(self.layers.values())).format
+        outer = ""
+        if fmt.outer_scale == "per layer":
+            outer = ", outer scales calibrated" if self.calibrated else ", no outer scale"
+        return (
+            f"mla_quant: {len(self.layers)} attention layers with a KV cache of {fmt.name} "
+            f"records, {fmt.record_bytes} bytes a token{outer}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,11 +224,7 @@ def plan(model: torch.nn.Module, settings: Settings, vllm_config: Any) -> Plan:
     problems: list[str] = []
     if not isinstance(wanted, bool):
         problems.append(f"additional_config {SIDE_CACHE} is {wanted!r}; it must be true or false")
-    parallel = vllm_config.parallel_config
-    for field in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        size = getattr(parallel, field, 1)
-        if size > 1:
-            problems.append(f"{field} is {size}; context parallelism is not supported, use 1")
+    problems += _context_parallelism(vllm_config)
     recipe = settings.recipe.attention
     sparsity = None
     if recipe.sparsity is not None:
@@ -266,11 +303,9 @@ def rope_in_halves(vllm_config: Any) -> bool:
     return bool(getattr(config, "rope_interleave", default))
 
 
-def _gates(layer: Any, settings: LayerSettings) -> list[str]:
-    """Every reason why one layer cannot be served."""
+def _layer_gates(layer: Any) -> list[str]:
+    """Every reason why one layer cannot be served, whatever is wanted of it."""
     from vllm.v1.attention.backends.mla.triton_mla import TritonMLAImpl
-
-    from mla_quant.kernels.operand_cache import check_widths
 
     impl = layer.impl
     reasons = []
@@ -297,6 +332,15 @@ def _gates(layer: Any, settings: LayerSettings) -> list[str]:
     ):
         if getattr(layer, field, None) or getattr(impl, field, None):
             reasons.append(f"it has {what}, which is not supported")
+    return reasons
+
+
+def _gates(layer: Any, settings: LayerSettings) -> list[str]:
+    """Every reason why one layer cannot be served quantized."""
+    from mla_quant.kernels.operand_cache import check_widths
+
+    impl = layer.impl
+    reasons = _layer_gates(layer)
     try:
         check_widths(impl.kv_lora_rank, impl.qk_rope_head_dim)
     except ConfigError as error:
@@ -311,17 +355,108 @@ def _gates(layer: Any, settings: LayerSettings) -> list[str]:
     return reasons
 
 
-def publish(model: torch.nn.Module, planned: Plan, vllm_config: Any) -> None:
+def _context_parallelism(vllm_config: Any) -> list[str]:
+    reasons = []
+    for field in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        size = getattr(vllm_config.parallel_config, field, 1)
+        if size > 1:
+            reasons.append(f"{field} is {size}; context parallelism is not supported, use 1")
+    return reasons
+
+
+def wanted_records(vllm_config: Any) -> RecordFormat | None:
+    """The record format that `--additional-config` names for the KV cache, if any.
+
+    Raises:
+        ConfigError: It names none.
+    """
+    additional = vllm_config.additional_config
+    name = additional.get(RECORDS) if isinstance(additional, dict) else None
+    if name is None:
+        return None
+    try:
+        return record_format(str(name))
+    except RecordError as error:
+        raise ConfigError(f"additional_config {RECORDS}: {error}") from error
+
+
+def plan_records(
+    model: torch.nn.Module, fmt: RecordFormat, settings: Settings | None, vllm_config: Any
+) -> RecordCachePlan:
+    """Decide how every MLA layer of a vLLM model stores its KV cache, changing nothing.
+
+    Args:
+        model: vLLM's.
+        fmt: Of the records.
+        settings: Calibrated ranges for outer scales, if there are any.
+        vllm_config: vLLM's.
+
+    Raises:
+        ConfigError: With every reason why some layer cannot be served.
+    """
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+
+    problems = _context_parallelism(vllm_config)
+    if fmt.footer_bytes or fmt.page_alignment > 1:
+        problems.append(
+            f"{fmt.name} keeps scales in a footer of each page, and vLLM's pages have none; give a "
+            "format whose records are whole"
+        )
+    connector = getattr(vllm_config, "kv_transfer_config", None)
+    if connector is not None:
+        problems.append(
+            f"the KV connector {getattr(connector, 'kv_connector', None)!r} moves pages of the KV "
+            "cache, and does not know records; leave one of them out"
+        )
+    passes = getattr(vllm_config.compilation_config, "pass_config", None)
+    if getattr(passes, "fuse_rope_kvcache_cat_mla", False):
+        problems.append(
+            "fuse_rope_kvcache_cat_mla writes the KV cache past the attention layer; set it to "
+            "false in the pass_config"
+        )
+    layers: dict[str, RecordPlan] = {}
+    calibrated = True
+    for name, module in model.named_modules():
+        if not isinstance(module, MLAAttention):
+            continue
+        reasons = _layer_gates(module)
+        widths = (module.impl.kv_lora_rank, module.impl.qk_rope_head_dim)
+        if not fmt.holds(*widths):
+            reasons.append(
+                f"its latent and rope part have {widths[0]} and {widths[1]} values, and "
+                f"{fmt.name} holds {fmt.geometry}"
+            )
+        problems += [f"{name}: {reason}" for reason in reasons]
+        amax = None
+        if settings is not None and fmt.outer_scale == "per layer":
+            known = hugging_face_name(module.layer_name, settings.layers)
+            amax = settings.layers[known].operand("k_latent").amax if known else None
+        calibrated = calibrated and amax is not None
+        outer = outer_scale(amax, fmt) if amax else 1.0
+        layers[module.layer_name] = RecordPlan(fmt, outer)
+    if not layers:
+        problems.append("the model has no MLA attention layer")
+    if problems:
+        listed = "".join(f"\n  - {problem}" for problem in problems)
+        raise ConfigError(f"cannot keep this model's KV cache in {fmt.name} records:{listed}")
+    return RecordCachePlan(layers, calibrated)
+
+
+def publish(model: torch.nn.Module, planned: Plan | RecordCachePlan, vllm_config: Any) -> None:
     """Make layers compute what was planned; on any failure everything is as it was."""
     from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
-    from mla_quant.integrations import vllm_attention
+    from mla_quant.integrations import vllm_attention, vllm_records
 
     undo: list[Callable[[], None]] = []
     try:
         for module in model.modules():
-            if isinstance(module, MLAAttention) and module.layer_name in planned.layers:
-                layer = planned.layers[module.layer_name]
+            if not isinstance(module, MLAAttention) or module.layer_name not in planned.layers:
+                continue
+            layer = planned.layers[module.layer_name]
+            if isinstance(layer, RecordPlan):
+                vllm_records.reclass(module, layer, vllm_config, undo)
+            else:
                 vllm_attention.reclass(module, layer, vllm_config, undo)
     except BaseException:
         for step in reversed(undo):
@@ -438,17 +573,30 @@ def _wrap(module: Any) -> None:
     def load_model(
         self: Any, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        settings = None
-        if enabled(vllm_config):
+        records, settings = wanted_records(vllm_config), None
+        if enabled(vllm_config) or records is not None:
             settings = find_settings(model_config.model, model_config.revision)
+        quantized = settings is not None and enabled(vllm_config)
+        if quantized and records is not None:
+            raise ConfigError(
+                f"additional_config {RECORDS} is {records.name!r} and the checkpoint asks for "
+                f"quantized attention, which does not read records yet; set {ENABLED} to false "
+                "beside it, or leave it out"
+            )
         model = original(self, vllm_config, model_config, *args, **kwargs)
-        if settings is None:
+        if not quantized and records is None:
             return model
-        if _is_draft(vllm_config, model_config) and not _has_layer_of(settings, model):
+        draft = _is_draft(vllm_config, model_config)
+        if draft and not (settings is not None and _has_layer_of(settings, model)):
             # Draft layers (MTP) are in the same checkpoint, and were not calibrated.
             logger.info("mla_quant: the draft model's attention stays as it is")
             return model
-        planned = plan(model, settings, vllm_config)
+        planned: Plan | RecordCachePlan
+        if records is not None:
+            planned = plan_records(model, records, settings, vllm_config)
+        else:
+            assert settings is not None
+            planned = plan(model, settings, vllm_config)
         publish(model, planned, vllm_config)
         logger.info(planned.summary())
         return model

@@ -124,6 +124,27 @@ def in_halves(rope: Tensor) -> Tensor:
     return halves
 
 
+def tokens_of_a_request(rows: int, attn_metadata: Any) -> int:
+    """Query tokens that each request of a decode step has.
+
+    Raises:
+        NotImplementedError: Not all have as many, or they see each other.
+    """
+    requests = int(attn_metadata.decode.seq_lens.shape[0])
+    query_len, rest = divmod(rows, max(requests, 1))
+    if rest:
+        raise NotImplementedError(
+            f"mla_quant: {rows} decode rows over {requests} requests; each must have as many query "
+            "tokens as the others"
+        )
+    if query_len > 1 and not getattr(attn_metadata, "causal", True):
+        raise NotImplementedError(
+            "mla_quant: decode steps whose tokens see each other are not supported; turn the "
+            "speculative method off that drafts in blocks"
+        )
+    return query_len
+
+
 class QuantizedPrefill:
     """Takes the place of vLLM's prefill backend for one call of one layer.
 
@@ -222,20 +243,14 @@ class QuantTritonMLAImpl(TritonMLAImpl):
 
     def reserve_scratch(self, vllm_config: Any) -> None:
         """Make vLLM's workspace as large as a decode step needs it, before memory is profiled."""
-        try:
-            from vllm.v1.attention.backend import max_decode_query_len
-        except ImportError:  # Before 0.33 a decode step has one token.
-            query_len = 1
-        else:
-            query_len = max_decode_query_len(vllm_config)
+        # Where the block size is not chosen yet the builder, which knows it, reserves the rest.
         _reserve(
             vllm_config,
             self.num_heads,
             self.kv_lora_rank,
             self.qk_rope_head_dim,
-            # Where it is not chosen yet the builder, which knows it, reserves the rest.
             vllm_config.cache_config.block_size or 1,
-            query_len,
+            decode_query_len(vllm_config),
             self.mla_quant.decode_amax.device,
         )
 
@@ -312,18 +327,7 @@ class QuantTritonMLAImpl(TritonMLAImpl):
         q = torch.cat([latent, in_halves(rope) if state.plan.rope_in_halves else rope], dim=-1)
         # Columns past the longest context would change how it is split, and what scratch it takes.
         pages = -(-state.max_model_len // kv_c_and_k_pe_cache.shape[1])
-        requests = decode.seq_lens.shape[0]
-        query_len, rest = divmod(q.shape[0], max(requests, 1))
-        if rest:
-            raise NotImplementedError(
-                f"mla_quant: {q.shape[0]} decode rows over {requests} requests; each must have as "
-                "many query tokens as the others"
-            )
-        if query_len > 1 and not getattr(attn_metadata, "causal", True):
-            raise NotImplementedError(
-                "mla_quant: decode steps whose tokens see each other are not supported; turn "
-                "the speculative method off that drafts in blocks"
-            )
+        query_len = tokens_of_a_request(q.shape[0], attn_metadata)
         table = decode.block_table[:, :pages]
         return self._decode(q, kv_c_and_k_pe_cache, table, decode.seq_lens, query_len)
 
@@ -395,6 +399,15 @@ class QuantTritonMLAImpl(TritonMLAImpl):
             self._decode(new(rows, heads, self.kv_lora_rank + rope), cache, table, length, rows)
 
 
+def decode_query_len(vllm_config: Any) -> int:
+    """Most tokens of a request in a decode step."""
+    try:
+        from vllm.v1.attention.backend import max_decode_query_len
+    except ImportError:  # Before 0.33 a decode step has one token.
+        return 1
+    return int(max_decode_query_len(vllm_config))
+
+
 def _reserve(
     vllm_config: Any,
     heads: int,
@@ -405,18 +418,39 @@ def _reserve(
     device: torch.device,
 ) -> Any:
     """Make vLLM's workspace as large as any decode step will need it; returns its manager."""
-    if not is_workspace_manager_initialized():
-        return None
-    largest = _largest_scratch(
-        vllm_config.scheduler_config.max_num_seqs,
+    return reserve_scratch(
+        vllm_config,
         query_len,
+        scratch_shapes,
         heads,
         latent_width,
         rope_width,
-        -(-vllm_config.model_config.max_model_len // block_size) * block_size,
+        token_capacity(vllm_config, block_size),
         device,
         vllm_config.model_config.dtype.itemsize,
     )
+
+
+def token_capacity(vllm_config: Any, block_size: int) -> int:
+    """Tokens that the block table of the longest request holds."""
+    return int(-(-vllm_config.model_config.max_model_len // block_size) * block_size)
+
+
+def reserve_scratch(
+    vllm_config: Any, query_len: int, shapes: Callable[..., Any], *sizes: Any
+) -> Any:
+    """Make vLLM's workspace as large as any decode step will need it; returns its manager.
+
+    Args:
+        vllm_config: vLLM's.
+        query_len: Most tokens of a request in a step.
+        shapes: Scratch by sequences, tokens of each, and `sizes`.
+        sizes: Hashable.
+    """
+    if not is_workspace_manager_initialized():
+        return None
+    most = vllm_config.scheduler_config.max_num_seqs
+    largest = _largest_scratch(shapes, most, query_len, *sizes)
     manager = current_workspace_manager()
     if manager.is_locked():
         # Installed in an engine that runs: then a step allocates what it needs.
@@ -426,10 +460,12 @@ def _reserve(
 
 
 @functools.lru_cache(maxsize=16)
-def _largest_scratch(max_num_seqs: int, query_len: int, *sizes: Any) -> Any:
+def _largest_scratch(
+    shapes: Callable[..., Any], max_num_seqs: int, query_len: int, *sizes: Any
+) -> Any:
     """What takes most of the scratch of all batches: ranges times sequences has no simple bound."""
     steps = ((b, q) for b in range(1, max_num_seqs + 1) for q in {1, query_len})
-    return max((scratch_shapes(*step, *sizes) for step in steps), key=_aligned_bytes)
+    return max((shapes(*step, *sizes) for step in steps), key=_aligned_bytes)
 
 
 def _aligned_bytes(shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> int:

@@ -209,7 +209,7 @@ def operand_source(
 # 64 rows over NVFP4 records ended in an illegal memory access on a Hopper GPU, with the addresses
 # that 16 and 32 rows read; the cause is not known.
 MAX_ROWS_STORED = 32
-_MAX_SPLITS = 128
+MAX_SPLITS = 128
 # What a program costs besides its tiles, and what another range costs when ranges are combined, in
 # units of one tile's time.
 _PROGRAM_COST = 3.0
@@ -236,7 +236,7 @@ def choose_splits(
         The number that minimizes waves × work of a program, plus the cost of combining.
     """
     best, best_cost = 1, math.inf
-    for splits in range(1, min(_MAX_SPLITS, max(tiles, 1)) + 1):
+    for splits in range(1, min(MAX_SPLITS, max(tiles, 1)) + 1):
         waves = math.ceil(programs * splits / multiprocessors)
         cost = waves * (math.ceil(tiles / splits) + program_cost)
         cost += split_cost * splits if splits > 1 else 0.0

@@ -1,7 +1,7 @@
-"""Record descriptions as kernels read them, and the device functions that decode and encode codes.
+"""Record descriptions as kernels read them, and device functions that read and write codes.
 
-`describe` turns a `RecordFormat` and a page size into named tuples of numbers, which kernels take as
-one `tl.constexpr`: no format has code of its own. Every field of token `place` in a page lies at
+`describe` turns a `RecordFormat` and a page size into named tuples of numbers, which kernels take
+as one `tl.constexpr`: no format has code of its own. Every field of token `place` in a page lies at
 `at + place · stride` from the page's start, whether in the page's rows or in its footer.
 """
 
@@ -66,8 +66,8 @@ TRITON_DTYPES = {
 class ScaleFields(NamedTuple):
     """Block scales of a segment; see `mla_quant.records.BlockScale` for what they mean.
 
-    `power_of_two`: whether only powers of two are written. `reciprocal`: fp32(1 / element.max) if the
-    exact scale is a product with it, else 0.
+    `power_of_two`: whether only powers of two are written. `reciprocal`: fp32(1 / element.max) if
+    the exact scale is a product with it, else 0.
     """
 
     at: int
@@ -103,7 +103,10 @@ class SegmentFields(NamedTuple):
 
 
 class RecordFields(NamedTuple):
-    """A record; `rope` is None without a rope segment; `padding`: (at, stride, bytes) of each gap."""
+    """A record.
+
+    `rope` is None without a rope segment; `padding` has (at, stride, bytes) of each gap.
+    """
 
     latent: SegmentFields
     rope: SegmentFields | None
@@ -302,7 +305,114 @@ def decode_e2m1(code):
     return bits.to(tl.float32, bitcast=True) * _FROM_E2M1_UNIT
 
 
+# --- values of records
+
+
 @triton.jit
-def load_sixteen_bit(at, mask, DTYPE: tl.constexpr):
-    """16-bit floats at byte pointers, 0 where not read."""
-    return tl.load(at.to(tl.pointer_type(DTYPE)), mask=mask, other=0.0)
+def _scaled(element, base, place, mask, number, outer, SCALE: tl.constexpr):
+    """fp32 elements times their scales; `outer` is that of the token, or 1."""
+    if SCALE is not None:
+        element = element * (load_scale(base, place, number, SCALE, mask) * outer)
+    return element
+
+
+@triton.jit
+def load_outer(base, place, present, SEGMENT: tl.constexpr):
+    """Outer scales [tokens] that records hold; 1 where the format has none."""
+    if SEGMENT.outer_at >= 0:
+        at = base + SEGMENT.outer_at + place * SEGMENT.outer_stride
+        return tl.load(at.to(tl.pointer_type(tl.float32)), mask=present, other=0.0)
+    else:
+        return 1.0
+
+
+@triton.jit
+def load_features(
+    base, place, feature, mask, outer, SEGMENT: tl.constexpr, STORED_DTYPE: tl.constexpr
+):
+    """Values of a segment of bytes or 16-bit floats as fp32 [tokens, features], 0 where not read.
+
+    Args:
+        base: Pointers [tokens, 1] to the starts of pages.
+        place: Places in them, [tokens, 1].
+        feature: Features, [1, features].
+        mask: Which to read, [tokens, features].
+        outer: From `load_outer`, [tokens, 1].
+        SEGMENT: `SegmentFields`.
+        STORED_DTYPE: Of a 16-bit segment.
+    """
+    at = base + SEGMENT.at + place * SEGMENT.stride
+    if SEGMENT.element == AS_IS:
+        at = (at + feature * 2).to(tl.pointer_type(STORED_DTYPE))
+        return tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    else:
+        element = decode_e4m3(tl.load(at + feature, mask=mask, other=0).to(tl.int32))
+        SCALE: tl.constexpr = SEGMENT.scale
+        if SCALE is not None:
+            return _scaled(element, base, place, mask, feature // SCALE.block, outer, SCALE)
+        else:
+            return element
+
+
+@triton.jit
+def load_halves(base, place, present, FIELDS: tl.constexpr, STORED_DTYPE: tl.constexpr):
+    """V of tokens in two parts as fp32 [tokens, v_width / 2], 0 for absent tokens.
+
+    Of 4-bit latents the parts are the even and the odd features, which a byte holds side by side;
+    of others the lower and the upper half: `half_features` says which. Where V is wider than the
+    latent the rope part follows.
+    """
+    LATENT: tl.constexpr = FIELDS.latent
+    HALF: tl.constexpr = FIELDS.v_width // 2
+    lane = tl.arange(0, HALF)[None, :]
+    outer = load_outer(base, place, present, LATENT)
+    if LATENT.outer_at >= 0:
+        outer = outer[:, None]
+    base, place, present = base[:, None], place[:, None], present[:, None]
+    if LATENT.element == IS_E2M1:
+        SCALE: tl.constexpr = LATENT.scale
+        mask = present & (lane < LATENT.width // 2)
+        at = base + LATENT.at + place * LATENT.stride + lane
+        code = tl.load(at, mask=mask, other=0).to(tl.int32)
+        number = lane // (SCALE.block // 2)
+        scale = load_scale(base, place, number, SCALE, mask) * outer
+        first = decode_e2m1(code) * scale
+        second = decode_e2m1(code >> 4) * scale
+    else:
+        mask = present & (lane < LATENT.width)
+        first = load_features(base, place, lane, mask, outer, LATENT, STORED_DTYPE)
+        mask = present & (lane + HALF < LATENT.width)
+        second = load_features(base, place, lane + HALF, mask, outer, LATENT, STORED_DTYPE)
+    if FIELDS.v_width > LATENT.width:
+        ROPE: tl.constexpr = FIELDS.rope
+        # A part is 0 where the other one has its features.
+        first_feature, second_feature = half_features(FIELDS)
+        for part in tl.static_range(2):
+            feature = (second_feature if part else first_feature)[None, :] - LATENT.width
+            mask = present & (feature >= 0)
+            values = load_features(base, place, feature, mask, 1.0, ROPE, STORED_DTYPE)
+            if part:
+                second = tl.where(feature >= 0, values, second)
+            else:
+                first = tl.where(feature >= 0, values, first)
+    return first, second
+
+
+@triton.jit
+def half_features(FIELDS: tl.constexpr):
+    """Features of V that the parts of `load_halves` hold."""
+    HALF: tl.constexpr = FIELDS.v_width // 2
+    lane = tl.arange(0, HALF)
+    if FIELDS.latent.element == IS_E2M1:
+        return 2 * lane, 2 * lane + 1
+    else:
+        return lane, lane + HALF
+
+
+@triton.jit
+def load_rope(base, place, present, FIELDS: tl.constexpr, STORED_DTYPE: tl.constexpr):
+    """The rope part beside V as fp32 [tokens, padded width], 0 for absent tokens and past it."""
+    ROPE: tl.constexpr = FIELDS.rope
+    feature = tl.arange(0, triton.next_power_of_2(ROPE.width))[None, :]
+    mask = present[:, None] & (feature < ROPE.width)
+    return load_features(base[:, None], place[:, None], feature, mask, 1.0, ROPE, STORED_DTYPE)

@@ -123,7 +123,9 @@ def _store_segment(
 
 
 @triton.jit
-def _rotated(x, partner, cos_sin, position, live, feature, STYLE: tl.constexpr, WIDTH: tl.constexpr):
+def _rotated(
+    x, partner, cos_sin, position, live, feature, STYLE: tl.constexpr, WIDTH: tl.constexpr
+):
     """Rotary embedding in fp32 of [tokens, features]; `partner` is what a feature mixes with."""
     if STYLE == _PAIRS:
         angle = feature // 2
@@ -189,10 +191,7 @@ def _store_kernel(
 
     # The latent, its blocks as the last axis.
     SEGMENT: tl.constexpr = FIELDS.latent
-    if SEGMENT.scale is not None:
-        BLOCK: tl.constexpr = SEGMENT.scale.block
-    else:
-        BLOCK: tl.constexpr = 1
+    BLOCK: tl.constexpr = SEGMENT.scale.block if SEGMENT.scale is not None else 1
     feature = tl.arange(0, LATENT_PADDED)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = feature < SEGMENT.width
     if NORM or normed is not None:
@@ -238,15 +237,13 @@ def _store_kernel(
             position = tl.load(positions + row, mask=exists, other=0).to(tl.int64)
             known = exists & (position >= 0) & (position < max_position)
             mixed = tl.load(source + other[None, :], mask=mask, other=0.0).to(tl.float32)
-            y = _rotated(
-                y.to(tl.float32), mixed, cos_sin, position, known, part, STYLE, ROPE.width
-            )
+            y = _rotated(y.to(tl.float32), mixed, cos_sin, position, known, part, STYLE, ROPE.width)
             y = round_to_dtype(y, Y_DTYPE)
             if rotated is not None:
                 tl.store(rotated + (row * ROPE.width)[:, None] + part[None, :], y, mask=mask)
         if ROPE.element == AS_IS:
-            if Y_DTYPE == tl.float32:
-                if ROPE_DTYPE == tl.bfloat16:
+            if tl.float32 == Y_DTYPE:
+                if tl.bfloat16 == ROPE_DTYPE:
                     y = _saturated(y, 3.3895313892515355e38)
                 y = round_to_dtype(y, ROPE_DTYPE)
             at = base[:, None] + ROPE.at + (place * ROPE.stride)[:, None]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from mla_quant.kernels import decode, operand_cache, prefill
+from mla_quant.kernels import decode, operand_cache, prefill, record_decode
 from mla_quant.kernels.devices import shared_bytes
 from mla_quant.kernels.merge import merge_attention
 from mla_quant.kernels.record_store import norm_rotate_store, store_records
@@ -133,7 +134,7 @@ def prefill_calls(capability: tuple[int, int]) -> Iterator[Callable[[], object]]
         yield lambda k=kwargs: call(192, 128, torch.bfloat16, first, **k)
     for config in others if number in (80, 90) else ():
         yield lambda c=config: call(192, 128, torch.bfloat16, c, **nvfp4)
-    sparsity = {90: Sparsity(2, 4), 89: Sparsity(4, 8)}.get(number)
+    sparsity = {90: Sparsity(2, 4), 120: Sparsity(4, 8)}.get(number)
     if sparsity is not None:
         yield lambda: call(192, 128, torch.bfloat16, first, sparsity=sparsity, **nvfp4)
     widths = {90: (192, 256), 120: (192, 256), 100: (96, 64)}.get(number)
@@ -193,7 +194,7 @@ def decode_calls(capability: tuple[int, int]) -> Iterator[Callable[[], object]]:
     stored_fp8 = operand_cache.OperandLayout(latent, rope, "fp8", "fp8")
     stored = operand_cache.OperandLayout(latent, rope)
     cases = [("raw", none, None), ("stored", nvfp4, stored), ("read", nvfp4, None)]
-    if number == 89:
+    if number == 100:
         cases.append(("stored", fp8, stored_fp8))
     if number in (80, 120):
         # Records of V alone beside raw K: the largest tiles of all.
@@ -213,13 +214,9 @@ def decode_calls(capability: tuple[int, int]) -> Iterator[Callable[[], object]]:
     fp32 = {"dtype": torch.float32, "num_splits": 1}
     if number == 120:
         yield lambda: call(none, **fp32)
-    if number in (80, 90, 120):
+    if number in (80, 90):
         yield lambda: call(nvfp4, **fp32)
-        yield lambda: call(nvfp4, stored, **fp32)
-    if number in (80, 120):
-        partial = operand_cache.OperandLayout(latent, rope, "none", "fp8")
-        yield lambda: call(v_fp8, partial, **fp32)
-    rope_format = {89: "fp8", 120: "none"}.get(number)
+    rope_format = {100: "fp8", 120: "none"}.get(number)
     if rope_format is not None:
         formats = decode.OperandFormats(q_rope=rope_format, k_rope=rope_format)
         layout = operand_cache.OperandLayout(latent, rope, k_rope_format=rope_format)
@@ -243,30 +240,52 @@ def other_calls() -> Iterator[Callable[[], object]]:
         yield lambda o=observer, x=x, v=valid: _collect_in_one_pass(o, x, v)
 
 
-# Formats by target: each has other instructions, and all of them take long.
+# Formats by target: all of them for all would take too long.
 RECORD_FORMATS = {
-    80: ("nvfp4_fp8rope_352", "fp8_ds_mla_656", "dsv4_nvfp4_384"),
-    89: ("nvfp4_ds_mla_432", "dsv4_fp8_584"),
-    90: ("nvfp4_fp8rope_352", "nvfp4_ds_mla_432", "fp8_ds_mla_656", "dsv4_fp8_584"),
-    100: ("nvfp4_ds_mla_368", "dsv41_fp8_528"),
-    120: ("nvfp4_outer_304", "dsv41_fp4_288"),
+    80: ("fp8_ds_mla_656",),
+    90: ("nvfp4_fp8rope_352",),
+    100: ("dsv4_fp8_584",),
+    120: ("nvfp4_outer_304", "dsv4_nvfp4_384"),
 }
 
 
 def record_calls(number: int) -> Iterator[Callable[[], object]]:
+    record_decode.device_properties = lambda device: (number, 8)
     slots = torch.zeros(8, dtype=torch.int64)
+    table, lengths = torch.zeros(1, 4, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     for name in RECORD_FORMATS[number]:
         fmt = RECORDS[name]
         cache = RecordCache.allocate(fmt, 4)
         latent = torch.zeros(8, fmt.latent.width, dtype=torch.bfloat16)
         rope = torch.zeros(8, fmt.rope_width, dtype=torch.bfloat16) if fmt.rope else None
-        yield lambda c=cache, x=latent, y=rope: store_records(c, x, y, slots, unique_slots=True)
-        if fmt.rope is not None:
+        if fmt.rope is None:
+            yield lambda c=cache, x=latent: store_records(c, x, None, slots, unique_slots=True)
+        else:
             yield lambda c=cache, x=latent, y=rope: norm_rotate_store(
                 c, x, y, slots, weight=x[0], epsilon=1e-6, positions=slots,
-                cos_sin=torch.zeros(8, y.shape[1]), rope_style="pairs" if number != 80 else "halves",
-                unique_slots=True,
+                cos_sin=torch.zeros(8, y.shape[1]),
+                rope_style="pairs" if number != 80 else "halves", unique_slots=True,
             )  # fmt: skip
+        out = torch.zeros(8, fmt.width, dtype=torch.bfloat16)
+        yield lambda c=cache, o=out: record_decode.gather(c, table, lengths, 8, out=o)
+
+        def attend(
+            cache: RecordCache, heads: int, dtype: torch.dtype, sparse: bool, width: int = fmt.width
+        ) -> None:
+            q = torch.zeros(1, 1, heads, width, dtype=dtype)
+            if sparse:
+                keys = record_decode.KeyList(cache, torch.zeros(1, 1, 100, dtype=torch.int32))
+                record_decode.sparse_decode(q, keys, scale=1.0, sink=torch.zeros(heads))
+            else:
+                record_decode.dense_decode(q, cache, table, lengths[:1], scale=1.0)
+
+        yield lambda c=cache, f=attend: f(c, 16, torch.bfloat16, False)
+        yield lambda c=cache, f=attend: f(c, 32, torch.bfloat16, True)
+        outer = 0.5 if fmt.outer_scale == "per layer" else 1.0
+        scaled = RecordCache.allocate(fmt, 4, outer_scale=outer)
+        yield lambda c=scaled, f=attend: f(c, 128, torch.bfloat16, False)
+        if name == "nvfp4_outer_304":
+            yield lambda c=cache, f=attend: f(c, 16, torch.float32, False)
 
 
 def count_variants() -> dict[str, int]:
@@ -277,6 +296,8 @@ def count_variants() -> dict[str, int]:
     cache = torch.zeros(2, 64, 576, dtype=torch.bfloat16)
     records = operand_cache.allocate(2, 64, layout, "cpu")
     amax = torch.ones(6)
+    stored = RecordCache.allocate(RECORDS["nvfp4_fp8rope_352"], 4)
+    rows = torch.zeros(640, 576, dtype=torch.bfloat16)
 
     def step(batch: int, tokens: int) -> None:
         lengths = torch.full((batch,), tokens, dtype=torch.int32)
@@ -297,6 +318,18 @@ def count_variants() -> dict[str, int]:
             latent_width=512, scale=0.1, formats=decode.OperandFormats(), records=records,
             layout=layout, num_splits=4,
         )  # fmt: skip
+        slots = torch.zeros(batch, dtype=torch.int64)
+        latent, rope = cache[0, :1, :512].expand(batch, -1), cache[0, :1, 512:].expand(batch, -1)
+        store_records(stored, latent, rope, slots, unique_slots=True)
+        record_decode.gather(stored, table, starts, tokens, starts=lengths, out=rows)
+        record_decode.dense_decode(
+            q[:batch, :1].new_zeros(batch, 1, 2, 576), stored, table, lengths, scale=0.1,
+        )  # fmt: skip
+        indices = torch.zeros(batch, 1, 100 * tokens, dtype=torch.int32)
+        record_decode.sparse_decode(
+            q.new_zeros(batch, 1, 2, 576), record_decode.KeyList(stored, indices, lengths),
+            scale=0.1, num_splits=4,
+        )  # fmt: skip
 
     for batch, tokens in ((1, 17), (2, 16), (3, 1), (16, 40)):
         for kernel, arguments, options in capture(lambda b=batch, t=tokens: step(b, t)):
@@ -305,7 +338,8 @@ def count_variants() -> dict[str, int]:
             variants.setdefault(kernel.__name__, set()).add(key)
             flexible = {p.name for p in kernel.params if p.do_not_specialize_on_alignment}
             sliced = {"cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_new", "starts",
-                      "key_starts", "query_starts", "seq_lens", "block_table"}  # fmt: skip
+                      "key_starts", "query_starts", "seq_lens", "block_table", "cu_lengths",
+                      "keys", "lengths"}  # fmt: skip
             assert sliced & set(kernel.arg_names) <= flexible, kernel.__name__
     return {name: len(keys) for name, keys in variants.items()}
 
@@ -331,12 +365,14 @@ def main() -> None:
             if key in seen:
                 continue
             seen.add(key)
+            start = time.monotonic()
             compiled = compile_launch(kernel, arguments, options, number)
             constants = {k: v for k, v in shown.items() if k.isupper()}
             result = {
                 "kernel": kernel.__name__,
                 "constants": constants,
                 "options": options,
+                "seconds": round(time.monotonic() - start, 1),
                 "shared_bytes": compiled.metadata.shared,
                 "limit_bytes": shared_bytes(capability),
             }

@@ -40,6 +40,22 @@ def reserved(llm: Any) -> bool:
     return all(layer.impl.mla_quant.workspace is not None for layer in layers(llm).values())
 
 
+def record_cache(llm: Any) -> dict[str, Any]:
+    """How the KV cache of records is laid out, and whether its kernels run before any request."""
+    import torch
+
+    config = llm.llm_engine.vllm_config
+    found = layers(llm).values()
+    for layer in found:
+        layer.impl.compile_kernels(16, torch.float32, 1)
+    return {
+        "shapes": [list(layer.kv_cache.shape[-2:]) for layer in found],
+        "page_bytes": [layer.get_kv_cache_spec(config).page_size_bytes for layer in found],
+        "reserved": all(layer.impl.mla_records.workspace is not None for layer in found),
+        "compiles": True,
+    }
+
+
 def allow_float32() -> None:
     """For `before`, on a GPU: let float32 through to the backend, whose kernels are replaced."""
     import torch
