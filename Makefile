@@ -67,6 +67,7 @@ bench: $(STAMP) ## Measure what calibration adds to a forward pass, on the CPU
 bench-gpu: ## Measure calibration and kernels on CUDA with $(PYTHON) as it is
 	PYTHONPATH=. $(PYTHON) -m benchmarks.calibration_overhead --device cuda
 	PYTHONPATH=. $(PYTHON) -m benchmarks.attention_kernels
+	PYTHONPATH=. $(PYTHON) -m benchmarks.record_kernels
 
 bench-vllm: ## Measure serving in vLLM on CUDA, and walk a new user's path, with $(PYTHON) as it is
 	PYTHONPATH=. $(PYTHON) -m benchmarks.vllm_serving

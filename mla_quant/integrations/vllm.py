@@ -211,8 +211,16 @@ def with_recipe(settings: Settings, recipe: Recipe) -> Settings:
     return settings.model_copy(update={"recipe": recipe, "layers": layers})
 
 
-def plan(model: torch.nn.Module, settings: Settings, vllm_config: Any) -> Plan:
+def plan(
+    model: torch.nn.Module, settings: Settings, vllm_config: Any, *, over_records: bool = False
+) -> Plan:
     """Decide what every attention layer of a vLLM model will compute, changing nothing.
+
+    Args:
+        model: vLLM's.
+        settings: Formats and ranges.
+        vllm_config: vLLM's.
+        over_records: Whether the KV cache will hold records: then there is no side cache.
 
     Raises:
         ConfigError: With every reason why some layer cannot be served.
@@ -254,7 +262,7 @@ def plan(model: torch.nn.Module, settings: Settings, vllm_config: Any) -> Plan:
             settings.layers[layer],
             sparsity,
             bool(recipe.sparsity and recipe.sparsity.sparse_decode),
-            wanted is True and _has_stored_operands(settings.layers[layer]),
+            wanted is True and not over_records and _has_stored_operands(settings.layers[layer]),
             rope_in_halves(vllm_config),
         )
     connector = getattr(vllm_config, "kv_transfer_config", None)
@@ -372,12 +380,19 @@ def wanted_records(vllm_config: Any) -> RecordFormat | None:
     """
     additional = vllm_config.additional_config
     name = additional.get(RECORDS) if isinstance(additional, dict) else None
-    if name is None:
-        return None
+    return None if name is None else named_format(name)
+
+
+def named_format(name: object) -> RecordFormat:
+    """The record format of a name that a user gave.
+
+    Raises:
+        ConfigError: There is none.
+    """
     try:
         return record_format(str(name))
     except RecordError as error:
-        raise ConfigError(f"additional_config {RECORDS}: {error}") from error
+        raise ConfigError(f"KV cache records ({RECORDS}): {error}") from error
 
 
 def plan_records(
@@ -442,8 +457,13 @@ def plan_records(
     return RecordCachePlan(layers, calibrated)
 
 
-def publish(model: torch.nn.Module, planned: Plan | RecordCachePlan, vllm_config: Any) -> None:
-    """Make layers compute what was planned; on any failure everything is as it was."""
+def publish(
+    model: torch.nn.Module,
+    planned: Plan | None,
+    vllm_config: Any,
+    records: RecordCachePlan | None = None,
+) -> None:
+    """Make layers compute and store what was planned; on any failure everything is as it was."""
     from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
     from mla_quant.integrations import vllm_attention, vllm_records
@@ -451,17 +471,21 @@ def publish(model: torch.nn.Module, planned: Plan | RecordCachePlan, vllm_config
     undo: list[Callable[[], None]] = []
     try:
         for module in model.modules():
-            if not isinstance(module, MLAAttention) or module.layer_name not in planned.layers:
+            if not isinstance(module, MLAAttention):
                 continue
-            layer = planned.layers[module.layer_name]
-            if isinstance(layer, RecordPlan):
-                vllm_records.reclass(module, layer, vllm_config, undo)
-            else:
+            layer = planned.layers.get(module.layer_name) if planned else None
+            stored = records.layers.get(module.layer_name) if records else None
+            if stored is not None:
+                vllm_records.reclass(module, stored, layer, vllm_config, undo)
+            elif layer is not None:
                 vllm_attention.reclass(module, layer, vllm_config, undo)
     except BaseException:
         for step in reversed(undo):
             step()
         raise
+    for part in (planned, records):
+        if part is not None:
+            logger.info(part.summary())
 
 
 def install(
@@ -469,6 +493,7 @@ def install(
     recipe: Recipe | str | Path | None = None,
     *,
     settings: Settings | str | Path | None = None,
+    records: str | None = None,
 ) -> Plan:
     """Quantize the attention of a model that vLLM has loaded.
 
@@ -479,6 +504,7 @@ def install(
         model_or_worker: A vLLM model, or a worker (or model runner) that holds one.
         recipe: Formats other than those of the settings; their amax stay.
         settings: Calibrated settings, or the folder of a checkpoint; None: those of the model.
+        records: Name of the record format that the KV cache is to hold; None: raw latents.
 
     Returns:
         What was installed.
@@ -502,9 +528,10 @@ def install(
         settings = with_recipe(
             settings, recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
         )
-    planned = plan(model, settings, vllm_config)
-    publish(model, planned, vllm_config)
-    logger.info(planned.summary())
+    fmt = None if records is None else named_format(records)
+    planned = plan(model, settings, vllm_config, over_records=fmt is not None)
+    stored = None if fmt is None else plan_records(model, fmt, settings, vllm_config)
+    publish(model, planned, vllm_config, stored)
     return planned
 
 
@@ -577,12 +604,6 @@ def _wrap(module: Any) -> None:
         if enabled(vllm_config) or records is not None:
             settings = find_settings(model_config.model, model_config.revision)
         quantized = settings is not None and enabled(vllm_config)
-        if quantized and records is not None:
-            raise ConfigError(
-                f"additional_config {RECORDS} is {records.name!r} and the checkpoint asks for "
-                f"quantized attention, which does not read records yet; set {ENABLED} to false "
-                "beside it, or leave it out"
-            )
         model = original(self, vllm_config, model_config, *args, **kwargs)
         if not quantized and records is None:
             return model
@@ -591,14 +612,13 @@ def _wrap(module: Any) -> None:
             # Draft layers (MTP) are in the same checkpoint, and were not calibrated.
             logger.info("mla_quant: the draft model's attention stays as it is")
             return model
-        planned: Plan | RecordCachePlan
-        if records is not None:
-            planned = plan_records(model, records, settings, vllm_config)
-        else:
+        planned, stored = None, None
+        if quantized:
             assert settings is not None
-            planned = plan(model, settings, vllm_config)
-        publish(model, planned, vllm_config)
-        logger.info(planned.summary())
+            planned = plan(model, settings, vllm_config, over_records=records is not None)
+        if records is not None:
+            stored = plan_records(model, records, settings, vllm_config)
+        publish(model, planned, vllm_config, stored)
         return model
 
     load_model._mla_quant = True  # type: ignore[attr-defined]

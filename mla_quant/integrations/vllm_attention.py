@@ -38,6 +38,7 @@ from mla_quant.kernels.decode import (
 )
 from mla_quant.kernels.operand_cache import OperandLayout, write_operands
 from mla_quant.kernels.prefill import prefill_attention
+from mla_quant.records import RecordCache
 
 
 class LayerState:
@@ -273,6 +274,19 @@ class QuantTritonMLAImpl(TritonMLAImpl):
             k_pe = in_halves(k_pe)
         super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, *args, **kwargs)
 
+    def stored_latents(self, cache: Tensor) -> Tensor:
+        """The part of the KV cache that vLLM gathers context from."""
+        return self.mla_quant.raw(cache)
+
+    def readable_latents(self, cache: Tensor) -> Tensor | RecordCache:
+        """The KV cache as the decode kernel takes it."""
+        return self.mla_quant.raw(cache)
+
+    def empty_cache(self, block_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A KV cache of one block."""
+        shape = (1, block_size, self.mla_quant.head_size(dtype))
+        return torch.zeros(shape, dtype=dtype, device=device)
+
     def forward_mha(
         self,
         q: Tensor,
@@ -309,7 +323,7 @@ class QuantTritonMLAImpl(TritonMLAImpl):
         # Quantized operands are carried in the model's dtype.
         own.q_data_type = q.dtype
         metadata.prefill = own
-        raw = state.raw(kv_c_and_k_pe_cache)
+        raw = self.stored_latents(kv_c_and_k_pe_cache)
         super().forward_mha(q, kv_c_normed, k_pe, raw, metadata, *args, **kwargs)
 
     def forward_mqa(
@@ -342,7 +356,7 @@ class QuantTritonMLAImpl(TritonMLAImpl):
         state.write(cache, block_table, seq_lens, starts, query_len)
         return decode_attention(
             q,
-            state.raw(cache),
+            self.readable_latents(cache),
             block_table,
             seq_lens,
             state.decode_amax,
@@ -391,7 +405,7 @@ class QuantTritonMLAImpl(TritonMLAImpl):
         length = integers([64])
         pages = -(-max(state.max_model_len, 64) // block_size)
         table = torch.zeros(1, pages, dtype=torch.int32, device=device)
-        cache = new(1, block_size, state.head_size(dtype))
+        cache = self.empty_cache(block_size, dtype, device)
         # A token, a part of a group of 16, more than that: a way of writing each.
         for most in {1, query_len, 8, 17}:
             state.write(cache, table, length, integers([0, most]) if most > 1 else None, most)

@@ -3,6 +3,9 @@
 A layer's KV cache becomes `uint8 [blocks, block_size, record bytes]`: new tokens are stored as
 records, cached context is read back and projected for prefill, and decode attends to the records
 themselves. Prefill attends to the new tokens as they are.
+
+With quantized attention a record stands for the latent that it reads as, which is quantized again
+whenever it is read.
 """
 
 from __future__ import annotations
@@ -20,9 +23,12 @@ from vllm.v1.attention.backends.mla.triton_mla import (
     TritonMLAMetadataBuilder,
 )
 
-from mla_quant.integrations.vllm import RecordPlan
+from mla_quant.integrations import vllm_attention
+from mla_quant.integrations.vllm import LayerPlan, RecordPlan
 from mla_quant.integrations.vllm_attention import (
+    QuantTritonMLAImpl,
     decode_query_len,
+    in_halves,
     reserve_scratch,
     token_capacity,
     tokens_of_a_request,
@@ -52,6 +58,11 @@ class RecordState:
             self.plan.outer_scale,
             self.rope_dtype,
         )
+
+    def empty_cache(self, block_size: int, device: torch.device) -> Tensor:
+        """vLLM's cache of one block."""
+        shape = (1, block_size, self.plan.format.record_bytes)
+        return torch.zeros(shape, dtype=torch.uint8, device=device)
 
     def allocate(
         self, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], device: torch.device
@@ -111,34 +122,10 @@ def _context_parts(prefill: Any) -> Iterator[_Context]:
         )
 
 
-class RecordMLAImpl(TritonMLAImpl):
-    """`TritonMLAImpl` over records; made by `reclass`, never constructed."""
+class _OverRecords(TritonMLAImpl):
+    """Stores new tokens as records and reads the context of prefill from them."""
 
     mla_records: RecordState
-
-    def reserve_workspace(self) -> None:
-        """What 0.33 calls while it profiles memory; 0.26 is served by `reclass` alone."""
-        super().reserve_workspace()
-        self.reserve_scratch(self._vllm_config, decode_query_len(self._vllm_config))
-
-    def reserve_scratch(
-        self, vllm_config: Any, query_len: int, block_size: int | None = None
-    ) -> Any:
-        """Make vLLM's workspace as large as any decode step needs it; returns its manager."""
-        block_size = block_size or vllm_config.cache_config.block_size or 1
-        return reserve_scratch(
-            vllm_config,
-            query_len,
-            scratch_shapes,
-            self.num_heads,
-            self.mla_records.plan.format.v_width,
-            token_capacity(vllm_config, block_size),
-            next(self.kv_b_proj.parameters()).device,
-        )
-
-    def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        """Outputs are not quantized by the kernels."""
-        return False
 
     def do_kv_cache_update(
         self,
@@ -161,6 +148,19 @@ class RecordMLAImpl(TritonMLAImpl):
             slots,
             unique_slots=True,
         )
+
+    def compile_access(self, block_size: int, dtype: torch.dtype) -> None:
+        """Store a token and read it, so that the first requests do not wait for the compiler."""
+        state, device = self.mla_records, next(self.kv_b_proj.parameters()).device
+        cache = state.records(state.empty_cache(block_size, device))
+        new = torch.zeros(1, state.plan.format.width, dtype=dtype, device=device)
+        latent, rope = new.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
+        slots = torch.zeros(1, dtype=torch.int64, device=device)
+        store_records(cache, latent, rope, slots, unique_slots=True)
+        pages = -(-state.max_model_len // block_size)
+        table = torch.zeros(1, pages, dtype=torch.int32, device=device)
+        ranges = torch.tensor([0, 1], dtype=torch.int32, device=device)
+        gather(cache, table, ranges, 1, starts=ranges[:1], out=new)
 
     def _compute_prefill_context(
         self, q: Tensor, kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, k_scale: Tensor
@@ -212,6 +212,34 @@ class RecordMLAImpl(TritonMLAImpl):
         assert out is not None, "called without context"
         return out, lse
 
+
+class RecordMLAImpl(_OverRecords):
+    """Unquantized attention over records; made by `reclass`, never constructed."""
+
+    def reserve_workspace(self) -> None:
+        """What 0.33 calls while it profiles memory; 0.26 is served by `reclass` alone."""
+        super().reserve_workspace()
+        self.reserve_scratch(self._vllm_config, decode_query_len(self._vllm_config))
+
+    def reserve_scratch(
+        self, vllm_config: Any, query_len: int, block_size: int | None = None
+    ) -> Any:
+        """Make vLLM's workspace as large as any decode step needs it; returns its manager."""
+        block_size = block_size or vllm_config.cache_config.block_size or 1
+        return reserve_scratch(
+            vllm_config,
+            query_len,
+            scratch_shapes,
+            self.num_heads,
+            self.mla_records.plan.format.v_width,
+            token_capacity(vllm_config, block_size),
+            next(self.kv_b_proj.parameters()).device,
+        )
+
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """Outputs are not quantized by the kernels."""
+        return False
+
     def forward_mqa(
         self,
         q: Tensor | tuple[Tensor, Tensor],
@@ -239,28 +267,44 @@ class RecordMLAImpl(TritonMLAImpl):
     def compile_kernels(self, block_size: int, dtype: torch.dtype, query_len: int) -> None:
         """Run every kernel once, so that the first requests do not wait for the compiler."""
         state, device = self.mla_records, next(self.kv_b_proj.parameters()).device
-        cache = torch.zeros(
-            1, block_size, state.plan.format.record_bytes, dtype=torch.uint8, device=device
-        )
-        fmt = state.plan.format
-        new = torch.zeros(1, fmt.width, dtype=dtype, device=device)
-        latent, rope = new.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
-        slots = torch.zeros(1, dtype=torch.int64, device=device)
-        store_records(state.records(cache), latent, rope, slots, unique_slots=True)
+        self.compile_access(block_size, dtype)
+        cache = state.records(state.empty_cache(block_size, device))
         pages = -(-state.max_model_len // block_size)
         table = torch.zeros(1, pages, dtype=torch.int32, device=device)
         length = torch.ones(1, dtype=torch.int32, device=device)
+        width = state.plan.format.width
         for tokens in {1, query_len}:
-            dense_decode(
-                torch.zeros(1, tokens, self.num_heads, fmt.width, dtype=dtype, device=device),
-                state.records(cache),
-                table,
-                length,
-                scale=self.scale,
-                allocate=state.allocate,
-            )
-        ranges = torch.tensor([0, 1], dtype=torch.int32, device=device)
-        gather(state.records(cache), table, ranges, 1, starts=ranges[:1], out=new)
+            q = torch.zeros(1, tokens, self.num_heads, width, dtype=dtype, device=device)
+            dense_decode(q, cache, table, length, scale=self.scale, allocate=state.allocate)
+
+
+class QuantRecordMLAImpl(_OverRecords, QuantTritonMLAImpl):
+    """Quantized attention over records; made by `reclass`, never constructed."""
+
+    def do_kv_cache_update(
+        self, kv_c_normed: Tensor, k_pe: Tensor, *args: Any, **kwargs: Any
+    ) -> None:
+        """Store new tokens, their rope parts in the order that they are quantized in."""
+        if self.mla_quant.plan.rope_in_halves:
+            k_pe = in_halves(k_pe)
+        super().do_kv_cache_update(kv_c_normed, k_pe, *args, **kwargs)
+
+    def stored_latents(self, cache: Tensor) -> Tensor:
+        """All of the KV cache."""
+        return cache
+
+    def readable_latents(self, cache: Tensor) -> RecordCache:
+        """The KV cache as records."""
+        return self.mla_records.records(cache)
+
+    def empty_cache(self, block_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A KV cache of one block."""
+        return self.mla_records.empty_cache(block_size, device)
+
+    def compile_kernels(self, block_size: int, dtype: torch.dtype, query_len: int) -> None:
+        """Those of quantized attention, and those that store and read records."""
+        super().compile_kernels(block_size, dtype, query_len)
+        self.compile_access(block_size, dtype)
 
 
 class RecordMLAMetadataBuilder(TritonMLAMetadataBuilder):
@@ -297,21 +341,31 @@ class RecordMLABackend(TritonMLABackend):
 
 
 def reclass(
-    layer: Any, planned: RecordPlan, vllm_config: Any, undo: list[Callable[[], None]]
+    layer: Any,
+    planned: RecordPlan,
+    quantized: LayerPlan | None,
+    vllm_config: Any,
+    undo: list[Callable[[], None]],
 ) -> None:
-    """Change one layer; how to change it back is added to `undo` first, step by step."""
+    """Change one layer; how to change it back is added to `undo` first, step by step.
+
+    `quantized`: what its attention computes over the records, if it is quantized.
+    """
     impl = layer.impl
     config = vllm_config.model_config
+    if quantized is not None:
+        vllm_attention.reclass(layer, quantized, vllm_config, undo)
     original, backend = type(impl), layer.attn_backend
     undo.append(lambda: setattr(impl, "__class__", original))
-    impl.__class__ = RecordMLAImpl
+    impl.__class__ = RecordMLAImpl if quantized is None else QuantRecordMLAImpl
     undo.append(lambda: impl.__dict__.pop("mla_records", None))
     impl.mla_records = RecordState(planned, config.dtype, config.max_model_len)
-    undo.append(lambda: setattr(layer, "attn_backend", backend))
-    layer.attn_backend = RecordMLABackend
     undo.append(lambda: layer.__dict__.pop("get_kv_cache_spec", None))
     layer.get_kv_cache_spec = types.MethodType(_kv_cache_spec, layer)
-    impl.reserve_scratch(vllm_config, decode_query_len(vllm_config))
+    if quantized is None:
+        undo.append(lambda: setattr(layer, "attn_backend", backend))
+        layer.attn_backend = RecordMLABackend
+        impl.reserve_scratch(vllm_config, decode_query_len(vllm_config))
 
 
 def _kv_cache_spec(layer: Any, vllm_config: Any) -> Any:

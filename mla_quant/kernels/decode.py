@@ -14,7 +14,6 @@ from types import ModuleType
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from mla_quant.errors import ConfigError
@@ -40,23 +39,20 @@ from mla_quant.kernels.operand_cache import (
     check_cache,
     check_cumulated,
     check_records,
+    check_sequences,
     check_widths,
 )
+from mla_quant.kernels.record_fields import TRITON_DTYPES, describe
+from mla_quant.records import RecordCache
 from mla_quant.reference import RANKED_PATTERNS, Sparsity
 
 AMAX_ENTRIES = ("q_latent", "q_rope", "k_latent", "k_rope", "v", "p")
 """Order of the amax table."""
 
-_TRITON_DTYPES = {
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-    torch.float32: tl.float32,
-}
-
 
 def _check(
     q: Tensor,
-    cache: Tensor,
+    cache: Tensor | RecordCache,
     block_table: Tensor,
     seq_lens: Tensor,
     amax: Tensor,
@@ -68,14 +64,25 @@ def _check(
     num_splits: int | None,
     out_dtype: torch.dtype,
 ) -> None:
-    if q.dim() != 3 or q.stride(-1) != 1 or q.dtype not in _TRITON_DTYPES:
+    if q.dim() != 3 or q.stride(-1) != 1 or q.dtype not in TRITON_DTYPES:
         raise ConfigError(
             "q must be bf16, fp16 or fp32 [tokens, heads, width] with a contiguous last dimension; "
             f"got {q.dtype} {list(q.shape)}, strides {list(q.stride())}"
         )
     rope_width = q.shape[-1] - latent_width
     check_widths(latent_width, rope_width)
-    check_cache(cache, block_table, seq_lens, latent_width, rope_width)
+    if isinstance(cache, RecordCache):
+        fmt = cache.format
+        if fmt.footer_bytes or not fmt.holds(latent_width, rope_width) or fmt.rope_inside:
+            raise ConfigError(
+                f"{fmt.name} records cannot be quantized on read for latent_width {latent_width} "
+                f"and rope_width {rope_width}; give whole records of these widths, without page "
+                "footer and with a rope part of their own"
+            )
+        cache = cache.data
+        check_sequences(block_table, seq_lens, cache.device)
+    else:
+        check_cache(cache, block_table, seq_lens, latent_width, rope_width)
     check_amax(amax, cache)
     if q.device != cache.device:
         raise ConfigError(f"q is on {q.device}, the latent cache on {cache.device}")
@@ -95,7 +102,7 @@ def _check(
             )
     if not (math.isfinite(scale) and scale > 0):
         raise ConfigError(f"scale is {scale}; it must be a finite number above 0")
-    if out_dtype not in _TRITON_DTYPES:
+    if out_dtype not in TRITON_DTYPES:
         raise ConfigError(f"out_dtype is {out_dtype}; it must be bf16, fp16 or fp32")
     if sparsity is not None and (sparsity.n, sparsity.m) not in RANKED_PATTERNS:
         allowed = " and ".join(f"{n}:{m}" for n, m in RANKED_PATTERNS)
@@ -176,7 +183,7 @@ def scratch_shapes(
 
 def decode_attention(
     q: Tensor,
-    cache: Tensor,
+    cache: Tensor | RecordCache,
     block_table: Tensor,
     seq_lens: Tensor,
     amax: Tensor,
@@ -211,7 +218,9 @@ def decode_attention(
 
     Args:
         q: [tokens, heads, latent + rope], absorbed, bf16, fp16 or fp32, last dimension contiguous.
-        cache: [pages, page_size, latent + rope], bf16, fp16 or fp32, last dimension contiguous.
+        cache: [pages, page_size, latent + rope], bf16, fp16 or fp32, last dimension contiguous. Or
+            records, which stand for what they read as, rounded to q's dtype: their values are
+            quantized again, on read.
         block_table: int32 [batch, max_pages].
         seq_lens: int32 [batch], tokens in the cache, the query's own included; may be 0.
         amax: fp32 [6] on the device, in the order of `AMAX_ENTRIES`; entries of operands that are
@@ -257,6 +266,20 @@ def decode_attention(
     )
     if (records is None) != (layout is None):
         raise ConfigError("records and layout of an operand cache must be given together")
+    packed: dict[str, object] = {}
+    cache_dtype, token_stride, outer = q.dtype, 0, 1.0
+    if isinstance(cache, RecordCache):
+        if records is not None:
+            raise ConfigError("a cache of records has no operand cache beside it; leave it out")
+        packed = {
+            "FIELDS": describe(cache.format, cache.page_size),
+            "STORED_DTYPE": TRITON_DTYPES[cache.rope_dtype],
+            "RAW_DTYPE": TRITON_DTYPES[q.dtype],
+        }
+        page_size, token_stride = cache.page_size, cache.format.record_bytes
+        outer, cache = cache.outer_scale, cache.data
+    else:
+        cache_dtype, page_size, token_stride = cache.dtype, cache.shape[1], cache.stride(1)
     rope_width = q.shape[-1] - latent_width
     k_stored = k_rope_stored = v_stored = False
     if records is not None and layout is not None:
@@ -281,7 +304,6 @@ def decode_attention(
                 )
     tokens, heads, _ = q.shape
     batch = seq_lens.shape[0]
-    page_size = cache.shape[1]
     new = functools.partial(torch.empty, device=q.device)
     # Where every token belongs to a sequence each result is written.
     covered = cu_seqlens_q is None
@@ -291,7 +313,7 @@ def decode_attention(
     if tokens == 0 or batch == 0 or rows_per_sequence <= 0 or block_table.shape[1] == 0:
         return out.zero_(), lse.fill_(-math.inf)
 
-    latent_dtype, rope_dtype, pv_dtype = operand_dtypes(formats, cache.dtype)
+    latent_dtype, rope_dtype, pv_dtype = operand_dtypes(formats, cache_dtype)
     if not rope_width:
         rope_dtype = latent_dtype
     q_formats = {formats.q, formats.rope_q} if rope_width else {formats.q}
@@ -300,21 +322,22 @@ def decode_attention(
     hopper = None
     if configuration is None:
         q_dtype = latent_dtype if carries else q.dtype
-        hopper = _hopper(
-            q_dtype,
-            cache,
-            latent_width,
-            rope_width,
-            layout,
-            formats,
-            rows_per_sequence,
-            capability,
-        )
+        if not packed:
+            hopper = _hopper(
+                q_dtype,
+                cache,
+                latent_width,
+                rope_width,
+                layout,
+                formats,
+                rows_per_sequence,
+                capability,
+            )
         rope_as_latent = k_stored if not rope_width else k_rope_stored
         source = operand_source(formats, k_stored, v_stored, rope_as_latent)
         staged = [latent_dtype, rope_dtype, pv_dtype]
         if source != "stored":
-            staged.append(cache.dtype)
+            staged.append(cache_dtype)
         element_bytes = max(d.itemsize for d in staged)
         configuration = choose_configuration(rows_per_sequence, capability, source, element_bytes)
     elif records is not None and (
@@ -452,8 +475,9 @@ def decode_attention(
             row_blocks=row_blocks,
             num_splits=portable_splits,
             first_partial=ranges - portable_splits,
+            cache_outer=outer,
             cache_page_stride=cache.stride(0),
-            cache_token_stride=cache.stride(1),
+            cache_token_stride=token_stride,
             record_page_stride=records.stride(0) if records is not None else 0,
             record_token_stride=records.stride(1) if records is not None else 0,
             LATENT=latent_width,
@@ -463,9 +487,10 @@ def decode_attention(
             K_ROPE_STORED=k_rope_stored,
             V_FORMAT=FORMAT_CODES[formats.v],
             V_STORED=v_stored,
-            PV_DTYPE=_TRITON_DTYPES[pv_dtype],
+            PV_DTYPE=TRITON_DTYPES[pv_dtype],
             DIRECT=direct,
             TAIL_ONLY=hopper is not None,
+            **packed,
             **configuration.kernel_constants(),
         )
     if not direct:

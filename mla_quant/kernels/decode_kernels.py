@@ -48,6 +48,7 @@ from mla_quant.kernels.operand_cache import (
     token_rows,
 )
 from mla_quant.kernels.ranking import join_4, largest_2_of_4, largest_4_of_8, split_4
+from mla_quant.kernels.record_fields import load_features, load_outer
 
 _LN_2 = tl.constexpr(math.log(2.0))
 _SMALLEST_NORMAL_FP32 = tl.constexpr(2.0**-126)
@@ -223,13 +224,35 @@ def only_largest(
 
 
 @triton.jit
-def _load_rows(at, rows, present, WIDTH: tl.constexpr, MASKED: tl.constexpr):
-    """[rows, WIDTH] elements, 0 where not present."""
-    at = at + rows[:, None] + tl.arange(0, WIDTH)[None, :]
-    if MASKED:
-        return tl.load(at, mask=present[:, None], other=0.0)
+def _load_rows(
+    cache,
+    rows,
+    present,
+    outer,
+    FIRST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MASKED: tl.constexpr,
+    FIELDS: tl.constexpr,
+    RAW_DTYPE: tl.constexpr,
+):
+    """[rows, WIDTH] of the latent from feature FIRST on, 0 where not present.
+
+    FIELDS: of records that the cache holds instead of raw latents; they are read in RAW_DTYPE.
+    """
+    feature = (FIRST + tl.arange(0, WIDTH))[None, :]
+    if FIELDS is not None:
+        SEGMENT: tl.constexpr = FIELDS.latent
+        base = cache + rows
+        own = load_outer(base, 0, present, SEGMENT)
+        if SEGMENT.outer_at >= 0:
+            own = own[:, None]
+        mask = present[:, None] & (feature >= 0)
+        x = load_features(base[:, None], 0, feature, mask, own, SEGMENT, RAW_DTYPE)
+        return round_to_dtype(x * outer, RAW_DTYPE)
+    elif MASKED:
+        return tl.load(cache + rows[:, None] + feature, mask=present[:, None], other=0.0)
     else:
-        return tl.load(at)
+        return tl.load(cache + rows[:, None] + feature)
 
 
 @triton.jit
@@ -249,23 +272,27 @@ def _quantize_features(
 
 @triton.jit
 def _quantize_tokens(
-    at,
+    cache,
     rows,
     present,
+    outer,
     g,
     unit,
     TOKENS: tl.constexpr,
+    FIRST: tl.constexpr,
     WIDTH: tl.constexpr,
     INNER: tl.constexpr,
     ACROSS: tl.constexpr,
     DTYPE: tl.constexpr,
     MASKED: tl.constexpr,
+    FIELDS: tl.constexpr,
+    RAW_DTYPE: tl.constexpr,
 ):
     """NVFP4 V in groups of 16 tokens, [TOKENS, WIDTH] by column, times `unit`.
 
     `rows` are in the order of `_token_of_group_row`.
     """
-    x = _load_rows(at, rows, present, WIDTH, MASKED)
+    x = _load_rows(cache, rows, present, outer, FIRST, WIDTH, MASKED, FIELDS, RAW_DTYPE)
     x = tl.reshape(x, [BLOCK, TOKENS // BLOCK, WIDTH]).to(tl.float32)
     x = round_to_dtype(quantize_nvfp4(x, g, 0) * unit, DTYPE)
     return _group_rows_to_columns(x, TOKENS, WIDTH, INNER, ACROSS)
@@ -340,6 +367,7 @@ def _tile(
     v_g,
     v_unit,
     p_amax,
+    cache_outer,
     cache_page_stride,
     cache_token_stride,
     record_page_stride,
@@ -372,6 +400,9 @@ def _tile(
     K_ROPE_SCALES: tl.constexpr,
     V_CODES: tl.constexpr,
     V_SCALES: tl.constexpr,
+    FIELDS: tl.constexpr,
+    STORED_DTYPE: tl.constexpr,
+    RAW_DTYPE: tl.constexpr,
 ):
     """Online softmax over one tile; MASKED where some token may be absent or not visible."""
     HALF: tl.constexpr = LATENT // 2
@@ -399,8 +430,12 @@ def _tile(
             MASKED,
         )
     if not K_STORED or V_RAW:
-        raw_lower = _load_rows(cache, rows, present, HALF, MASKED)
-        raw_upper = _load_rows(cache + HALF, rows, present, HALF, MASKED)
+        raw_lower = _load_rows(
+            cache, rows, present, cache_outer, 0, HALF, MASKED, FIELDS, RAW_DTYPE
+        )
+        raw_upper = _load_rows(
+            cache, rows, present, cache_outer, HALF, HALF, MASKED, FIELDS, RAW_DTYPE
+        )
     if K_STORED or ROPE_STORED or (V_STORED and V_FORMAT == FORMAT_FP8):
         record_rows = token_rows(
             table,
@@ -458,7 +493,14 @@ def _tile(
         else:
             rope = tl.arange(0, ROPE_PADDED)
             at = cache + LATENT + rows[:, None] + rope[None, :]
-            if MASKED:
+            if FIELDS is not None:
+                PART: tl.constexpr = FIELDS.rope
+                mask = present[:, None] & (rope < ROPE)[None, :]
+                k_rope = load_features(
+                    (cache + rows)[:, None], 0, rope[None, :], mask, 1.0, PART, STORED_DTYPE
+                )
+                k_rope = round_to_dtype(k_rope, RAW_DTYPE)
+            elif MASKED:
                 k_rope = tl.load(at, mask=present[:, None] & (rope < ROPE)[None, :], other=0.0)
             elif ROPE == ROPE_PADDED:
                 k_rope = tl.load(at)
@@ -549,27 +591,35 @@ def _tile(
                 cache,
                 group_rows,
                 group_present,
+                cache_outer,
                 v_g,
                 v_unit,
                 TOKENS,
+                0,
                 HALF,
                 INNER,
                 ACROSS,
                 PV_DTYPE,
                 MASKED,
+                FIELDS,
+                RAW_DTYPE,
             )
             v_upper = _quantize_tokens(
-                cache + HALF,
+                cache,
                 group_rows,
                 group_present,
+                cache_outer,
                 v_g,
                 v_unit,
                 TOKENS,
+                HALF,
                 HALF,
                 INNER,
                 ACROSS,
                 PV_DTYPE,
                 MASKED,
+                FIELDS,
+                RAW_DTYPE,
             )
         elif V_STORED:
             v_lower, v_upper = load_v_fp8(
@@ -657,6 +707,7 @@ def split_portable(
     q_head_stride,
     rope_q_token_stride,
     rope_q_head_stride,
+    cache_outer,
     cache_page_stride,
     cache_token_stride,
     record_page_stride,
@@ -690,12 +741,17 @@ def split_portable(
     K_ROPE_SCALES: tl.constexpr,
     V_CODES: tl.constexpr,
     V_SCALES: tl.constexpr,
+    FIELDS: tl.constexpr = None,
+    STORED_DTYPE: tl.constexpr = None,
+    RAW_DTYPE: tl.constexpr = None,
 ):
     """ROWS rows of one sequence over one range of its context.
 
     DIRECT: there is one range; write results. Otherwise write partial sums with their reference
     points, integers, so that combining them scales by exact powers of two.
     TAIL_ONLY: only groups of V that records do not hold yet, as the range `first_partial`.
+    FIELDS: `RecordFields` of what the cache holds instead of raw latents, whose 16-bit parts are
+    STORED_DTYPE; they are read in RAW_DTYPE, times `cache_outer`.
     """
     HALF: tl.constexpr = LATENT // 2
     QK_DTYPE: tl.constexpr = q.dtype.element_ty
@@ -800,6 +856,7 @@ def split_portable(
             v_g,
             v_unit,
             p_amax,
+            cache_outer,
             cache_page_stride,
             cache_token_stride,
             record_page_stride,
@@ -843,6 +900,9 @@ def split_portable(
                     K_ROPE_SCALES,
                     V_CODES,
                     V_SCALES,
+                    FIELDS,
+                    STORED_DTYPE,
+                    RAW_DTYPE,
                 )
             for tile in tl.range(full_tile, edge_tile, num_stages=1):
                 acc_lower, acc_upper, top, total = _tile(
@@ -879,6 +939,9 @@ def split_portable(
                     K_ROPE_SCALES,
                     V_CODES,
                     V_SCALES,
+                    FIELDS,
+                    STORED_DTYPE,
+                    RAW_DTYPE,
                 )
         if TAIL:
             tail_tile = present_end // TOKENS
@@ -917,6 +980,9 @@ def split_portable(
                     K_ROPE_SCALES,
                     V_CODES,
                     V_SCALES,
+                    FIELDS,
+                    STORED_DTYPE,
+                    RAW_DTYPE,
                 )
 
         if DIRECT:

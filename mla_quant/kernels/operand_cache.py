@@ -1144,10 +1144,19 @@ def check_cache(
             f"the latent cache is {cache.shape[-1]} wide, latent_width and rope_width are "
             f"{latent_width} + {rope_width}; they must add up to it"
         )
+    check_sequences(block_table, seq_lens, cache.device)
+
+
+def check_sequences(block_table: Tensor, seq_lens: Tensor, device: torch.device) -> None:
+    """Refuse a block table and lengths that kernels cannot read.
+
+    Raises:
+        ConfigError: Shape, dtype, device or memory layout do not fit.
+    """
     for name, tensor, dims in (("block_table", block_table, 2), ("seq_lens", seq_lens, 1)):
-        if tensor.dtype != torch.int32 or tensor.dim() != dims or tensor.device != cache.device:
+        if tensor.dtype != torch.int32 or tensor.dim() != dims or tensor.device != device:
             raise ConfigError(
-                f"{name} must be int32 with {dims} dimension(s) on {cache.device}; got "
+                f"{name} must be int32 with {dims} dimension(s) on {device}; got "
                 f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
             )
     if block_table.shape[0] != seq_lens.shape[0]:

@@ -330,7 +330,7 @@ def load_outer(base, place, present, SEGMENT: tl.constexpr):
 def load_features(
     base, place, feature, mask, outer, SEGMENT: tl.constexpr, STORED_DTYPE: tl.constexpr
 ):
-    """Values of a segment of bytes or 16-bit floats as fp32 [tokens, features], 0 where not read.
+    """Values of a segment as fp32 [tokens, features], 0 where not read.
 
     Args:
         base: Pointers [tokens, 1] to the starts of pages.
@@ -346,8 +346,12 @@ def load_features(
         at = (at + feature * 2).to(tl.pointer_type(STORED_DTYPE))
         return tl.load(at, mask=mask, other=0.0).to(tl.float32)
     else:
-        element = decode_e4m3(tl.load(at + feature, mask=mask, other=0).to(tl.int32))
         SCALE: tl.constexpr = SEGMENT.scale
+        if SEGMENT.element == IS_E2M1:
+            code = tl.load(at + feature // 2, mask=mask, other=0).to(tl.int32)
+            element = decode_e2m1(code >> (feature % 2 * 4))
+        else:
+            element = decode_e4m3(tl.load(at + feature, mask=mask, other=0).to(tl.int32))
         if SCALE is not None:
             return _scaled(element, base, place, mask, feature // SCALE.block, outer, SCALE)
         else:

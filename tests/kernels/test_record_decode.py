@@ -14,7 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mla_quant.errors import RecordError
+from mla_quant.errors import ConfigError, RecordError
+from mla_quant.kernels.decode import OperandFormats, decode_attention
+from mla_quant.kernels.operand_cache import OperandLayout, allocate
 from mla_quant.kernels.record_decode import (
     KeyList,
     dense_decode,
@@ -332,6 +334,60 @@ def test_gather_from_the_start_and_nothing(device) -> None:
     gather(cache, table, lengths, 16, out=out)
     assert torch.equal(out, torch.cat(unpack_from(cache, slots), dim=1))
     gather(cache, table[:0], lengths[:1], 0, out=out)
+
+
+# --- quantized operands over records
+
+
+@pytest.mark.parametrize(
+    "name", ["fp8_ds_mla_656", "nvfp4_fp8rope_352", "nvfp4_ds_mla_432", "nvfp4_ds_mla_368"]
+)
+@pytest.mark.parametrize(
+    "formats",
+    [
+        OperandFormats(),
+        OperandFormats("fp8", "fp8", "fp8", "fp8"),
+        OperandFormats("none", "none", "nvfp4", "none", "none", "none"),
+        OperandFormats("nvfp4", "nvfp4", "none", "nvfp4", "fp8", "fp8"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_quantized_over_records(device, name, formats, dtype) -> None:
+    """Bit for bit what a cache gives that holds what the records read as."""
+    fmt = RECORDS[name]
+    outer = outer_scale(3.0, fmt) if fmt.outer_scale == "per layer" else 1.0
+    cache, slots = filled(fmt, device, 64, 16, outer_scale=outer)
+    raw = torch.full((cache.data.shape[0], 16, 576), float("nan"), dtype=dtype, device=device)
+    raw.view(-1, 576)[slots] = torch.cat(unpack_from(cache, slots), dim=1).to(dtype)
+    table = (slots[::16] // 16).int().view(2, 2)
+    lengths = torch.tensor([29, 18], dtype=torch.int32, device=device)
+    starts = torch.tensor([0, 2, 3], dtype=torch.int32, device=device)
+    q = queries(fmt, (3, 2), dtype, device)
+    amax = torch.tensor([4.0, 4.0, 3.5, 4.0, 3.5, 1.0], device=device)
+    options: dict[str, Any] = {
+        "latent_width": 512, "scale": 0.08, "formats": formats, "cu_seqlens_q": starts,
+        "max_query_len": 2, "num_splits": 2,
+    }  # fmt: skip
+    want = decode_attention(q, raw, table, lengths, amax, **options)
+    got = decode_attention(q, cache, table, lengths, amax, **options)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+    assert not got[0].isnan().any()
+
+
+def test_quantized_over_records_that_cannot_be_read_so() -> None:
+    lengths, table = torch.ones(1, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
+    options: dict[str, Any] = {"latent_width": 512, "scale": 1.0, "formats": OperandFormats()}
+    cache = RecordCache.allocate(RECORDS["dsv4_fp8_584"], 2)
+    with pytest.raises(ConfigError, match="without page footer"):
+        decode_attention(torch.zeros(1, 1, 576), cache, table, lengths, torch.ones(6), **options)
+    cache = RecordCache.allocate(RECORDS["nvfp4_ds_mla_432"], 2)
+    layout = OperandLayout(512, 64)
+    side = allocate(2, 64, layout, "cpu")
+    with pytest.raises(ConfigError, match="no operand cache beside it"):
+        decode_attention(
+            torch.zeros(1, 1, 576), cache, table, lengths, torch.ones(6), records=side,
+            layout=layout, **options,
+        )  # fmt: skip
 
 
 # --- scratch and errors

@@ -11,6 +11,7 @@ import torch
 from mla_quant.errors import CheckpointError, ConfigError
 from mla_quant.integrations import vllm as integration
 from mla_quant.recipes import OPERANDS, load_recipe
+from mla_quant.records import RECORDS
 from mla_quant.settings import LayerSettings, OperandSettings, Settings
 
 
@@ -84,7 +85,10 @@ def loaded_with(tmp_path, monkeypatch, layer_name: str, *, draft: bool, addition
         model_config=SimpleNamespace() if draft else model_config,
     )
     planned = []
-    monkeypatch.setattr(integration, "plan", lambda *args: planned.append(args) or Planned())
+    for name in ("plan", "plan_records"):
+        monkeypatch.setattr(
+            integration, name, lambda *args, name=name, **kw: planned.append((name, *args[1:2], kw))
+        )
     monkeypatch.setattr(integration, "publish", lambda *args: None)
 
     class Loaders:
@@ -95,11 +99,6 @@ def loaded_with(tmp_path, monkeypatch, layer_name: str, *, draft: bool, addition
     integration._wrap(Loaders)
     assert Loaders.BaseModelLoader().load_model(vllm_config, model_config) is model_config.loaded
     return planned
-
-
-class Planned:
-    def summary(self) -> str:
-        return ""
 
 
 def test_draft_layers_stay_as_they_are(tmp_path, monkeypatch) -> None:
@@ -117,6 +116,40 @@ def test_switched_off(tmp_path, monkeypatch) -> None:
     assert not loaded_with(tmp_path, monkeypatch, known, draft=False, additional=off)
     with pytest.raises(ConfigError, match="must be true or false"):
         loaded_with(tmp_path, monkeypatch, known, draft=False, additional={"mla_quant": "no"})
+
+
+def test_records_are_planned_beside_quantized_attention_or_alone(tmp_path, monkeypatch) -> None:
+    known, fmt = "model.layers.1.self_attn.attn", RECORDS["nvfp4_ds_mla_432"]
+    additional = {"mla_quant_records": fmt.name}
+    both = loaded_with(tmp_path, monkeypatch, known, draft=False, additional=additional)
+    # Without a side cache of operands, which a page of records has no place for.
+    assert both == [("plan", settings(), {"over_records": True}), ("plan_records", fmt, {})]
+    additional["mla_quant"] = False
+    alone = loaded_with(tmp_path, monkeypatch, known, draft=False, additional=additional)
+    assert alone == [("plan_records", fmt, {})]
+    mtp = "model.layers.61.mtp_block.self_attn.attn"
+    assert not loaded_with(tmp_path, monkeypatch, mtp, draft=True, additional=additional)
+
+
+@pytest.mark.parametrize("name", ["nvfp4_ds_mla", "fp4", 352, True])
+def test_unknown_records(tmp_path, monkeypatch, name) -> None:
+    additional = {"mla_quant_records": name}
+    with pytest.raises(ConfigError, match=r"mla_quant_records\): .* give one of fp8_ds_mla_656"):
+        loaded_with(tmp_path, monkeypatch, "x", draft=False, additional=additional)
+
+
+@pytest.mark.parametrize(
+    ("name", "calibrated", "words"),
+    [
+        ("nvfp4_fp8rope_352", True, "352 bytes a token, outer scales calibrated"),
+        ("nvfp4_fp8rope_352", False, "352 bytes a token, no outer scale"),
+        ("fp8_ds_mla_656", False, "656 bytes a token"),
+    ],
+)
+def test_summary_of_records(name, calibrated, words) -> None:
+    layers = {str(i): integration.RecordPlan(RECORDS[name], 1.0) for i in range(2)}
+    line = integration.RecordCachePlan(layers, calibrated).summary()
+    assert line == f"mla_quant: 2 attention layers with a KV cache of {name} records, {words}"
 
 
 def test_summary_is_one_line() -> None:

@@ -51,7 +51,10 @@ def record_cache(llm: Any) -> dict[str, Any]:
     return {
         "shapes": [list(layer.kv_cache.shape[-2:]) for layer in found],
         "page_bytes": [layer.get_kv_cache_spec(config).page_size_bytes for layer in found],
-        "reserved": all(layer.impl.mla_records.workspace is not None for layer in found),
+        "reserved": all(
+            getattr(layer.impl, "mla_quant", layer.impl.mla_records).workspace is not None
+            for layer in found
+        ),
         "compiles": True,
     }
 
@@ -125,6 +128,7 @@ def every_gate(llm: Any) -> dict[str, str]:
     from mla_quant.errors import MlaQuantError
     from mla_quant.integrations import vllm as integration
     from mla_quant.recipes import OPERANDS, load_recipe
+    from mla_quant.records import RECORDS
     from mla_quant.settings import LayerSettings, OperandSettings
 
     config, settings = llm.llm_engine.vllm_config, example_settings(llm)
@@ -137,14 +141,17 @@ def every_gate(llm: Any) -> dict[str, str]:
             return str(error)
         return "no error"
 
-    def with_change(name: str, change: list[tuple[Any, str, Any]], **kwargs: Any) -> None:
+    def changed(name: str, change: list[tuple[Any, str, Any]], call: Any) -> None:
         undo = [(thing, field, getattr(thing, field, None)) for thing, field, _ in change]
         for thing, field, value in change:
             object.__setattr__(thing, field, value)
-        arguments = {"settings": settings, "vllm_config": config} | kwargs
-        found[name] = reason(lambda: integration.plan(model(llm), **arguments))
+        found[name] = reason(call)
         for thing, field, value in undo:
             object.__setattr__(thing, field, value)
+
+    def with_change(name: str, change: list[tuple[Any, str, Any]], **kwargs: Any) -> None:
+        arguments = {"settings": settings, "vllm_config": config} | kwargs
+        changed(name, change, lambda: integration.plan(model(llm), **arguments))
 
     every = list(layers(llm).values())
     with_change("nothing", [])
@@ -180,13 +187,28 @@ def every_gate(llm: Any) -> dict[str, str]:
         lambda: integration.install(worker, load_recipe("nvfp4_mla"), settings=some)
     )
     assert found.pop("nothing") == "no error", found
+
+    def records(name: str, change: list[tuple[Any, str, Any]], fmt: str) -> None:
+        arguments = (RECORDS[fmt], None, config)
+        changed(name, change, lambda: integration.plan_records(model(llm), *arguments))
+
+    whole = "nvfp4_fp8rope_352"
+    records("records: nothing", [], whole)
+    assert found.pop("records: nothing") == "no error", found
+    records("records: footer", [], "dsv4_fp8_584")
+    records("records: widths", [], "nvfp4_outer_304")
+    records("records: kv_connector", [(config, "kv_transfer_config", connector)], whole)
+    records("records: context", [(parallel, "decode_context_parallel_size", 2)], whole)
+    records("records: class", [(every[0].impl, "__class__", other)], whole)
+    passes = type("Passes", (), {"fuse_rope_kvcache_cat_mla": True})()
+    records("records: fusion", [(config.compilation_config, "pass_config", passes)], whole)
     return found
 
 
 def failures_leave_nothing(llm: Any) -> dict[str, bool]:
     """Whether every layer is as it was after `install` failed at each of its steps."""
     from mla_quant.integrations import vllm as integration
-    from mla_quant.integrations import vllm_attention
+    from mla_quant.integrations import vllm_attention, vllm_records
 
     every = list(layers(llm).values())
     worker = llm.llm_engine.model_executor.driver_worker.worker
@@ -211,26 +233,29 @@ def failures_leave_nothing(llm: Any) -> dict[str, bool]:
             super().append(step)
 
     before, results = state(), {}
-    original = vllm_attention.reclass
-    steps = 4 * len(every)
-    for allowed in range(steps):
-        log: Any = Failing(allowed)
+    # What has how many steps a layer.
+    cases = [(vllm_attention, 4, {}), (vllm_records, 6, {"records": "nvfp4_fp8rope_352"})]
+    for module, steps, arguments in cases:
+        original = module.reclass
+        for allowed in range(steps * len(every)):
+            log: Any = Failing(allowed)
 
-        def reclass(layer: Any, planned: Any, config: Any, undo: Any, log: Any = log) -> None:
-            # What is undone is what was logged, in the list of `publish`.
+            def reclass(*args: Any, original: Any = original, log: Any = log) -> None:
+                # What is undone is what was logged, in the list of `publish`.
+                try:
+                    original(*args[:-1], log)
+                finally:
+                    args[-1][:] = list(log)
+
+            module.reclass = reclass
+            name = f"{module.__name__} {allowed}"
             try:
-                original(layer, planned, config, log)
+                integration.install(worker, settings=settings, **arguments)
+                results[name] = False
+            except StepError:
+                results[name] = state() == before
             finally:
-                undo[:] = list(log)
-
-        vllm_attention.reclass = reclass
-        try:
-            integration.install(worker, settings=settings)
-            results[str(allowed)] = False
-        except StepError:
-            results[str(allowed)] = state() == before
-        finally:
-            vllm_attention.reclass = original
+                module.reclass = original
     return results
 
 

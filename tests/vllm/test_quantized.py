@@ -129,6 +129,12 @@ def test_a_model_without_settings_stays_as_it_is(vllm) -> None:
         "no settings": "has no mla_quant.json",
         "no model": "is neither a model nor a worker",
         "recipe": "no amax for 4 operands that the recipe quantizes",
+        "records: footer": "keeps scales in a footer of each page",
+        "records: widths": "have 512 and 64 values, and nvfp4_outer_304 holds 512+0",
+        "records: kv_connector": "does not know records",
+        "records: context": "context parallelism is not supported",
+        "records: class": "start vLLM with --attention-backend TRITON_MLA",
+        "records: fusion": "writes the KV cache past the attention layer",
     }.items():
         assert words in reasons[change], change
     # All layers, in one error.

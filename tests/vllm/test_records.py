@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from mla_quant.checkpoint import load_quantized
 from mla_quant.records import RECORDS, outer_scale, pack, unpack
 from mla_quant.settings import read_settings
 from tests.vllm.client import Output, Result, Vllm, run
@@ -30,11 +31,14 @@ LENGTHS = (5, 40, 97)
 class RecordReference:
     """The example model over a cache of records."""
 
-    def __init__(self, fmt: str, outer: list[float] | None = None) -> None:
+    def __init__(
+        self, fmt: str, outer: list[float] | None = None, model: torch.nn.Module | None = None
+    ) -> None:
         self.format = RECORDS[fmt]
-        self.model = AutoModelForCausalLM.from_pretrained(
+        self.model = model or AutoModelForCausalLM.from_pretrained(
             EXAMPLE / "model", dtype=torch.float32
-        ).eval()
+        )
+        self.model.eval()
         self.outer = outer or [1.0] * len(self.model.model.layers)
 
     def read(self, number: int, latent: torch.Tensor, rope: torch.Tensor) -> list[torch.Tensor]:
@@ -160,3 +164,34 @@ def test_outer_scales_of_a_checkpoint_on_two_ranks(vllm, checkpoint) -> None:
         RecordReference(fmt.name, outer),
         environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
     )
+
+
+@pytest.mark.parametrize("vllm", ["0.26.0"], indirect=True)
+def test_quantized_attention_over_records(vllm, checkpoint) -> None:
+    """Records stand for the latents that they read as, which the recipe quantizes again."""
+    fmt = RECORDS["fp8_ds_mla_656"]
+    quantized, _ = load_quantized(checkpoint, form="auto", device="cpu", dtype="float32")
+    reference, plain = RecordReference(fmt.name, model=quantized), RecordReference(fmt.name)
+    prompts = held_out((5, 40))
+    result = vllm(
+        checkpoint,
+        [run([ids], GENERATED, prompt_logprobs=True, logprobs=True) for ids in prompts],
+        engine=ENGINE | {"additional_config": {"mla_quant_records": fmt.name}},
+        before=["tests.vllm.hooks:workspace"],
+        after=["tests.vllm.hooks:attention", "tests.vllm.hooks:record_cache"],
+    )
+    assert result.after["tests.vllm.hooks:attention"]["classes"] == ["QuantRecordMLAImpl"] * 4
+    found = result.after["tests.vllm.hooks:record_cache"]
+    assert found["shapes"] == [[16, fmt.record_bytes]] * 4
+    for prompt, (output,) in zip(prompts, result.runs, strict=True):
+        tokens = output.tokens[:-1]
+        got = np.concatenate([output.prompt_logprobs, output.logprobs])
+        want = reference.logprobs([prompt], tokens)
+        # Another order of sums turns some 4-bit values at ties: less than leaving records out does.
+        original = unquantized(plain, [*prompt, *tokens])
+        decoded = slice(len(prompt), None)
+        for rows in (slice(None), decoded):
+            effect = divergence(original[rows], want[rows]).mean()
+            difference = divergence(want[rows], got[rows]).mean()
+            print(f"KL: {difference / effect:.4f} of what both do, {effect:.2e}")
+            assert difference < 0.1 * effect
