@@ -1,6 +1,7 @@
 """What KV-cache records cost in accuracy: on the example model, and on synthetic latents.
 
     python -m benchmarks.record_accuracy
+    python -m benchmarks.record_accuracy --only double   # keep what else was measured before
     python -m benchmarks.record_accuracy --readme        # write the results into README.md
 
 Model: attention runs in float32 on what a cache of records would give back for every token, its
@@ -12,6 +13,12 @@ latent's norm into the up-projection, which leaves the function as it is, bit fo
 Synthetic: all formats on Gaussian latents. Relative errors of the latents read back, and of
 attention on them in absorbed form. The rope part has σ 1, and queries are scaled so that scores
 have σ 1 whatever that of the latent. With an outer scale, that of other latents of the same σ.
+
+Double: a cache of records under quantized attention, which quantizes K and V from what records
+read as. Signal to quantization noise ratio (SQNR) of the absorbed operands of the example model,
+against its latents, all layers together: of the operand quantized from the latents, of what the
+record reads as, and of the operand quantized from that. Ranges and outer scales are those of the
+same text. In NVFP4 the rope part has its blocks where transformers' order of its values puts them.
 
 Results go to `benchmarks/results/record_accuracy.json`; the README holds nothing else.
 """
@@ -36,10 +43,13 @@ from benchmarks.readme import insert
 from benchmarks.recipe_accuracy import MODEL
 from mla_quant.calibration import run_batch
 from mla_quant.data import DataSpec, TokenBatch, load_samples, make_batches
-from mla_quant.evaluation import _forward, _Tally
+from mla_quant.evaluation import _forward, _sqnr_db, _Tally
 from mla_quant.families import MLALayer, find_mla_layers
+from mla_quant.formats import FORMATS
 from mla_quant.loading import load_model, load_tokenizer, open_checkpoint
+from mla_quant.recipes import OPERAND_AXIS, AttentionRecipe, load_recipe
 from mla_quant.records import RECORDS, RecordFormat, outer_scale, pack, unpack
+from mla_quant.reference import quantize_dequantize
 
 RESULT = RESULTS / "record_accuracy.json"
 WINDOW = 512
@@ -51,6 +61,11 @@ MODEL_SIGMAS = (None, 0.01, 0.001)
 SIGMAS = (1.0, 0.01, 0.001)
 """Standard deviations of synthetic latents."""
 QUERIES, TOKENS, ROPE = 16, 1024, 64
+DOUBLE_WINDOWS = 8
+"""Windows of calibration text whose latents are quantized twice, at most."""
+DOUBLE_RECIPES = ("nvfp4_mla", "fp8_mla")
+CACHED_OPERANDS = {"k_latent": "K latent", "k_rope": "K rope", "v_latent": "V latent"}
+"""Operands that come from the cache, and what tables call them."""
 
 Read = Callable[[str, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Given a layer's name, its latents [tokens, width] and its rotated rope parts [tokens, width]:
@@ -271,6 +286,98 @@ def measure_synthetic() -> dict[str, Any]:
     return {"queries": QUERIES, "tokens": TOKENS, "rope_sigma": 1.0, "rows": rows}
 
 
+# --- quantized attention over records
+
+
+def capture(model: nn.Module, batches: Sequence[TokenBatch]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Latents and rotated rope parts, each [windows, tokens, width], by layer.
+
+    Args:
+        model: An unquantized model.
+        batches: Windows of one length without padding.
+    """
+    kept: dict[str, list[tuple[Tensor, Tensor]]] = {layer.name: [] for layer in mla_layers(model)}
+
+    def keep(layer: str, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+        kept[layer].append((latent, rope))
+        return latent, rope
+
+    with reading(model, keep), torch.inference_mode():
+        for batch in batches:
+            run_batch(model, batch)
+    tokens = batches[0].input_ids.shape[1]
+
+    def together(parts: Iterable[Tensor]) -> Tensor:
+        all_windows: Tensor = torch.cat(list(parts)).unflatten(0, (-1, tokens))
+        return all_windows
+
+    return {
+        name: (together(latent for latent, _ in parts), together(rope for _, rope in parts))
+        for name, parts in kept.items()
+    }
+
+
+def double(
+    latents: Mapping[str, tuple[Tensor, Tensor]], read: Read, recipe: AttentionRecipe
+) -> dict[str, dict[str, float | None]]:
+    """SQNR, in dB, of K and V as attention over a cache quantizes them.
+
+    Args:
+        latents: Latents and rotated rope parts, each [windows, tokens, width], by layer.
+        read: What a cache reads as.
+        recipe: Formats of the operands; every range is the largest magnitude in `latents`.
+
+    Returns:
+        By operand: "operands", quantized from `latents`; "record", what the cache reads as;
+        "both", quantized from that. None where nothing is lost.
+    """
+    kinds = ("operands", "record", "both")
+    sums = {operand: {kind: [0.0, 0.0] for kind in kinds} for operand in CACHED_OPERANDS}
+    for layer, parts in latents.items():
+        shape = parts[0].shape[:2]
+        rows = read(layer, parts[0].flatten(0, 1), parts[1].flatten(0, 1))
+        cached = [part.unflatten(0, shape) for part in rows]
+        for operand in CACHED_OPERANDS:
+            index = int(operand.endswith("_rope"))
+            exact, found = parts[index], cached[index]
+            fmt, axis = FORMATS[recipe.format_of(operand)], OPERAND_AXIS[operand]
+            amax = exact.abs().max()
+            once, twice = (quantize_dequantize(x, fmt, amax, axis=axis) for x in (exact, found))
+            for kind, value in zip(kinds, (once, found, twice), strict=True):
+                total = sums[operand][kind]
+                total[0] += float(exact.double().square().sum())
+                total[1] += float((exact.double() - value.double()).square().sum())
+    return {
+        operand: {kind: _sqnr_db(*total) for kind, total in totals.items()}
+        for operand, totals in sums.items()
+    }
+
+
+def measure_double(calibration: Sequence[TokenBatch]) -> dict[str, Any]:
+    """The example model's latents in every format that holds its widths, calibrated."""
+    model = load_model(open_checkpoint(str(MODEL)), dtype=torch.float32)
+    geometry = mla_layers(model)[0].geometry
+    latents = capture(model, calibration)
+    rows: list[dict[str, Any]] = []
+    for fmt in RECORDS.values():
+        if not fmt.holds(geometry.kv_lora_rank, geometry.qk_rope_head_dim):
+            continue
+        calibrated = fmt.outer_scale == "per layer"
+        outer = None
+        if calibrated:
+            amax = {name: float(latent.abs().max()) for name, (latent, _) in latents.items()}
+            outer = {name: outer_scale(value, fmt) for name, value in amax.items()}
+        for recipe in DOUBLE_RECIPES:
+            found = double(latents, through_records(fmt, outer), load_recipe(recipe).attention)
+            rows.append({**facts(fmt, calibrated), "recipe": recipe, "sqnr_db": found})
+    return {
+        "model": "examples/tiny_mla",
+        "dtype": "float32",
+        "tokens": sum(batch.input_ids.numel() for batch in calibration),
+        "rows": rows,
+    }
+
+
 # --- tables
 
 
@@ -306,10 +413,8 @@ def table(
     return lines
 
 
-def markdown(result: dict[str, Any]) -> str:
-    """The results as Markdown."""
-    model, gauss = result["model"], result["synthetic"]
-    in_v = [fmt.name for fmt in RECORDS.values() if fmt.v_width > fmt.latent.width]
+def model_lines(model: Mapping[str, Any], run: Mapping[str, Any]) -> list[str]:
+    """The example model's results, measured in some run, as Markdown."""
     titles = []
     for setting in model["settings"]:
         if setting["sigma"] is None:
@@ -317,31 +422,78 @@ def markdown(result: dict[str, Any]) -> str:
             titles.append(f"σ {min(sigmas):.2g} to {max(sigmas):.2g} as trained")
         else:
             titles.append(f"σ ≈ {setting['sigma']:g}")
-    return "\n".join(
-        [
-            f"Example model: perplexity {model['original_perplexity']:.3f} on {model['tokens']} "
-            "tokens of held-out text; σ is that of its latents. "
-            f"{result['hardware']}, {model['dtype']}, torch {result['torch']}, {result['date']}.",
-            "",
-            *table(
-                model["rows"],
-                titles,
-                {"perplexity": ("ppl", 3), "kl_mean": ("KL", 4)},
-                "accuracy",
-            ),
-            "",
-            f"Gaussian latents, {gauss['queries']} queries on {gauss['tokens']} tokens: relative "
-            "error of the latents, and of the attention output. The rope part has σ "
-            f"{gauss['rope_sigma']:g}; V holds it too in {' and '.join(f'`{n}`' for n in in_v)}.",
-            "",
-            *table(
-                gauss["rows"],
-                [f"σ {sigma['sigma']:g}" for sigma in gauss["rows"][0]["errors"]],
-                {"latent_error": ("latent", 3), "attention_error": ("output", 3)},
-                "errors",
-            ),
-        ]
-    )
+    columns = {"perplexity": ("ppl", 3), "kl_mean": ("KL", 4)}
+    return [
+        f"Example model: perplexity {model['original_perplexity']:.3f} on {model['tokens']} "
+        "tokens of held-out text; σ is that of its latents. "
+        f"{run['hardware']}, {model['dtype']}, torch {run['torch']}, {run['date']}.",
+        "",
+        *table(model["rows"], titles, columns, "accuracy"),
+    ]
+
+
+def synthetic_lines(gauss: Mapping[str, Any], _: Mapping[str, Any]) -> list[str]:
+    """The results on synthetic latents as Markdown."""
+    in_v = [fmt.name for fmt in RECORDS.values() if fmt.v_width > fmt.latent.width]
+    titles = [f"σ {sigma['sigma']:g}" for sigma in gauss["rows"][0]["errors"]]
+    columns = {"latent_error": ("latent", 3), "attention_error": ("output", 3)}
+    return [
+        f"Gaussian latents, {gauss['queries']} queries on {gauss['tokens']} tokens: relative "
+        "error of the latents, and of the attention output. The rope part has σ "
+        f"{gauss['rope_sigma']:g}; V holds it too in {' and '.join(f'`{n}`' for n in in_v)}.",
+        "",
+        *table(gauss["rows"], titles, columns, "errors"),
+    ]
+
+
+def double_lines(section: Mapping[str, Any], run: Mapping[str, Any]) -> list[str]:
+    """The results of quantized attention over records as Markdown."""
+    heads = ["record", "bytes", "attention", *CACHED_OPERANDS.values()]
+    lines = [
+        f"Quantized attention over records: SQNR in dB, over {section['tokens']} tokens and all "
+        "layers of the example model, of the operand quantized from the latents / what records "
+        "read as / the operand quantized from that. Outer scales are calibrated. "
+        f"{run['hardware']}, {section['dtype']}, torch {run['torch']}, {run['date']}.",
+        "",
+        "| " + " | ".join(heads) + " |",
+        "|---" * len(heads) + "|",
+    ]
+    for row in section["rows"]:
+        cells = [f"`{row['record']}`", str(row["record_bytes"]), f"`{row['recipe']}`"]
+        for operand in CACHED_OPERANDS:
+            values = row["sqnr_db"][operand]
+            cells.append(" / ".join(number(values[k], 1) for k in ("operands", "record", "both")))
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+SECTIONS = {"model": model_lines, "synthetic": synthetic_lines, "double": double_lines}
+"""What can be measured, and what renders it as Markdown."""
+
+
+def merge(
+    earlier: Mapping[str, Any] | None, run: Mapping[str, Any], measured: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Results with newly measured sections, which say of which run they are if others stay.
+
+    Args:
+        earlier: Results that hold what was not measured again; None: there are none.
+        run: What the new figures were measured on.
+        measured: New sections by name.
+    """
+    if earlier is None:
+        return {**run, **measured}
+    return {**earlier, **{name: {**run, **section} for name, section in measured.items()}}
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The results as Markdown: of what was measured."""
+    texts = []
+    for name, render in SECTIONS.items():
+        if name in result:
+            # What a section says about its run holds for it; else, what stands at the top.
+            texts.append("\n".join(render(result[name], {**result, **result[name]})))
+    return "\n\n".join(texts)
 
 
 def main() -> None:
@@ -349,19 +501,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--samples", type=int, default=64, help="windows of calibration text")
     parser.add_argument("--windows", type=int, default=20, help="windows of held-out text")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=SECTIONS,
+        help="measure these sections and keep the others of an earlier run",
+    )
     parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("--readme", action="store_true", help="render the results, run nothing")
     args = parser.parse_args()
     if args.readme:
         insert("records", markdown(json.loads(args.out.read_text(encoding="utf-8"))))
         return
-    calibration = windows("example", args.samples)
-    heldout = windows("example:heldout", args.windows)
-    result = {
-        **hardware("cpu"),
-        "model": measure_model(calibration, heldout),
-        "synthetic": measure_synthetic(),
-    }
+
+    def measure(section: str) -> dict[str, Any]:
+        if section == "synthetic":
+            return measure_synthetic()
+        if section == "double":
+            return measure_double(windows("example", min(args.samples, DOUBLE_WINDOWS)))
+        calibration = windows("example", args.samples)
+        return measure_model(calibration, windows("example:heldout", args.windows))
+
+    run: dict[str, Any] = hardware("cpu")
+    earlier = None
+    if args.only and args.out.exists():
+        earlier = json.loads(args.out.read_text(encoding="utf-8"))
+    measured = {name: measure(name) for name in args.only or SECTIONS}
+    result = merge(earlier, run, measured)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(markdown(result))

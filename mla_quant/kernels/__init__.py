@@ -10,15 +10,29 @@ from mla_quant.kernels.api import (
 )
 from mla_quant.kernels.decode import OperandFormats
 from mla_quant.kernels.operand_cache import OperandLayout, allocate
+from mla_quant.kernels.record_decode import KeyList
+from mla_quant.kernels.record_ops import (
+    dense_decode,
+    gather_records,
+    norm_rotate_store,
+    sparse_decode,
+    store_records,
+)
 
 __all__ = [
+    "KeyList",
     "OperandFormats",
     "OperandLayout",
     "allocate",
     "decode_attention",
+    "dense_decode",
+    "gather_records",
     "merge_attention",
+    "norm_rotate_store",
     "prefill_attention",
     "quantize_features",
     "quantize_tokens",
+    "sparse_decode",
+    "store_records",
     "write_operands",
 ]

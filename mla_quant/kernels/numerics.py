@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mla_quant.formats import E2M1, E4M3, FP8, NVFP4
+from mla_quant.formats import E2M1, E4M3, FP8, NVFP4, ElementFormat
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 """Whether kernels defined in this process run under the interpreter."""
@@ -28,7 +28,19 @@ _E2M1_SMALLEST_NORMAL = tl.constexpr(2.0**E2M1.min_exponent)
 _E4M3_SMALLEST_NORMAL = tl.constexpr(2.0**E4M3.min_exponent)
 _E2M1_CARRY = tl.constexpr(2.0 ** (23 - E2M1.mantissa_bits))
 _E4M3_CARRY = tl.constexpr(2.0 ** (23 - E4M3.mantissa_bits))
+_E2M1_MANTISSA_BITS = tl.constexpr(E2M1.mantissa_bits)
+_E4M3_MANTISSA_BITS = tl.constexpr(E4M3.mantissa_bits)
 _SMALLEST_NORMAL_FP32 = tl.constexpr(2.0**-126)
+
+
+def _carry_code(element: ElementFormat) -> int:
+    """What `_carried_code` is too large by."""
+    exponent = 127 + element.min_exponent + 23 - element.mantissa_bits
+    return exponent << element.mantissa_bits
+
+
+E2M1_CARRY_CODE = tl.constexpr(_carry_code(E2M1))
+E4M3_CARRY_CODE = tl.constexpr(_carry_code(E4M3))
 
 FORMAT_CODES = {"none": 0, "fp8": 1, "nvfp4": 2}
 """How operand formats are told to kernels."""
@@ -55,6 +67,33 @@ def round_e2m1_magnitude(magnitude):
 def round_e4m3_magnitude(magnitude):
     """Nearest E4M3 value of an fp32 tensor that is at least 0 and below 480; NaN stays NaN."""
     return _round_magnitude(magnitude, _E4M3_SMALLEST_NORMAL, _E4M3_CARRY)
+
+
+@triton.jit
+def _carried_code(
+    magnitude, SMALLEST_NORMAL: tl.constexpr, CARRY: tl.constexpr, MANTISSA_BITS: tl.constexpr
+):
+    """Code of the nearest value, too large by a constant; its higher bits mean nothing.
+
+    The sum that rounds has the value's mantissa in its lowest bits and its binade in the exponent.
+    A mantissa that overflows counts the exponent up, as it does in the code.
+    """
+    binade = (magnitude.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    carried = tl.fma(tl.maximum(binade, SMALLEST_NORMAL), CARRY, magnitude)
+    bits = carried.to(tl.int32, bitcast=True)
+    return bits + (bits >> (23 - MANTISSA_BITS))
+
+
+@triton.jit
+def carried_e2m1_code(magnitude):
+    """E2M1 code plus `E2M1_CARRY_CODE` of an fp32 tensor from 0 to 6; its low three bits count."""
+    return _carried_code(magnitude, _E2M1_SMALLEST_NORMAL, _E2M1_CARRY, _E2M1_MANTISSA_BITS)
+
+
+@triton.jit
+def carried_e4m3_code(magnitude):
+    """E4M3 code plus `E4M3_CARRY_CODE` of an fp32 tensor from 0 to 448; its low 7 bits count."""
+    return _carried_code(magnitude, _E4M3_SMALLEST_NORMAL, _E4M3_CARRY, _E4M3_MANTISSA_BITS)
 
 
 @triton.jit

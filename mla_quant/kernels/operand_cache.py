@@ -23,12 +23,14 @@ from mla_quant.errors import ConfigError
 from mla_quant.formats import E2M1, E4M3, FORMATS, NVFP4
 from mla_quant.kernels.numerics import (
     BLOCK,
+    E2M1_CARRY_CODE,
     FORMAT_CODES,
     FORMAT_FP8,
     FORMAT_NONE,
     FORMAT_NVFP4,
     INTERPRETED,
     block_scale,
+    carried_e2m1_code,
     global_scale,
     nvfp4_quotient,
     quantize_fp8,
@@ -47,13 +49,6 @@ _E2M1_MAGNITUDE = tl.constexpr((1 << (E2M1.bits - 1)) - 1)
 _E2M1_SIGN = tl.constexpr(1 << (E2M1.bits - 1))
 _E2M1_SIGN_SHIFT = tl.constexpr(32 - E2M1.bits)
 _E2M1_UNIT = tl.constexpr(2.0 ** (E2M1.bias - 127))
-# Added to a magnitude times the power of two at or below it, at least the smallest normal number's,
-# this leaves its mantissa in E2M1 in the lowest bits of the sum, beside the exponent of the power.
-_E2M1_CARRY = tl.constexpr(2.0 ** (23 - E2M1.mantissa_bits))
-_E2M1_SMALLEST_NORMAL = tl.constexpr(2.0**E2M1.min_exponent)
-_E2M1_CARRY_CODE = tl.constexpr(
-    (150 - E2M1.mantissa_bits + E2M1.min_exponent) << E2M1.mantissa_bits
-)
 _E4M3_SHIFT = tl.constexpr(23 - E4M3.mantissa_bits)
 _E4M3_MAGNITUDE = tl.constexpr((1 << (E4M3.bits - 1)) - 1)
 _E4M3_SIGN = tl.constexpr(1 << (E4M3.bits - 1))
@@ -545,7 +540,7 @@ def _encode_nvfp4(x, largest, g, ORDINARY: tl.constexpr):
     """Codes of what `quantize_nvfp4` decides about fp32 `x`, and bytes of the block scales, int32.
 
     `largest` is of `_largest` for each block. Codes are without signs, too large by
-    `_E2M1_CARRY_CODE` and only right in the lowest three bits: for `_pack_nibbles`. E2M1 has no
+    `E2M1_CARRY_CODE` and only right in the lowest three bits: for `_pack_nibbles`. E2M1 has no
     NaN: a block with one gets the scale byte `_POISON`, itself a NaN, and codes of 0 or -0, so that
     0 · inf makes every number of the block NaN when it is decoded.
     """
@@ -554,12 +549,7 @@ def _encode_nvfp4(x, largest, g, ORDINARY: tl.constexpr):
     magnitude = tl.abs(x)
     if INTERPRETED or not ORDINARY:
         magnitude = tl.where(poisoned, 0.0, magnitude)
-    quotient = nvfp4_quotient(magnitude, scale, g, ORDINARY)
-    binade = (quotient.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    carried = quotient + tl.maximum(binade, _E2M1_SMALLEST_NORMAL) * _E2M1_CARRY
-    bits = carried.to(tl.int32, bitcast=True)
-    # Exponent and mantissa of the code; a mantissa that overflows counts the exponent up.
-    code = bits + (bits >> _E2M1_SHIFT)
+    code = carried_e2m1_code(nvfp4_quotient(magnitude, scale, g, ORDINARY))
     byte = (scale * _E4M3_UNIT).to(tl.int32, bitcast=True) >> _E4M3_SHIFT
     return code, tl.where(poisoned, _POISON, byte)
 
@@ -597,7 +587,7 @@ _PACK_NIBBLES = tl.constexpr(
     and.b32 t, t, 0x80808080;
     or.b32 s, s, t;
     or.b32 $0, x, s;
-}""".replace("LARGER", str(-_E2M1_CARRY_CODE.value % 8 * 0x11111111))
+}""".replace("LARGER", str(-E2M1_CARRY_CODE.value % 8 * 0x11111111))
 )
 
 
@@ -605,8 +595,8 @@ _PACK_NIBBLES = tl.constexpr(
 def _pack_nibbles(lower, upper, lower_sign, upper_sign):
     """Bytes of two codes of `_encode_nvfp4` each, with signs of `_sign_halves`."""
     if INTERPRETED:
-        magnitudes = (lower - _E2M1_CARRY_CODE) & _E2M1_MAGNITUDE
-        magnitudes |= ((upper - _E2M1_CARRY_CODE) & _E2M1_MAGNITUDE) << 4
+        magnitudes = (lower - E2M1_CARRY_CODE) & _E2M1_MAGNITUDE
+        magnitudes |= ((upper - E2M1_CARRY_CODE) & _E2M1_MAGNITUDE) << 4
         signs = ((lower_sign < 0).to(tl.int32) | ((upper_sign < 0).to(tl.int32) << 4)) * _E2M1_SIGN
         return (magnitudes | signs).to(tl.uint8)
     else:

@@ -7,6 +7,7 @@ as one `tl.constexpr`: no format has code of its own. Every field of token `plac
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -16,11 +17,12 @@ import triton.language as tl
 
 from mla_quant.formats import E2M1, E4M3, UE8M0, ElementFormat
 from mla_quant.kernels.numerics import (
-    INTERPRETED,
+    E2M1_CARRY_CODE,
+    E4M3_CARRY_CODE,
     bounded_quotient,
-    round_e2m1_magnitude,
+    carried_e2m1_code,
+    carried_e4m3_code,
     round_e4m3_magnitude,
-    with_sign,
 )
 from mla_quant.kernels.operand_cache import decode_e4m3, encode_e4m3
 from mla_quant.records import RecordFormat, Segment
@@ -44,6 +46,10 @@ _UE8M0_NAN = tl.constexpr(UE8M0.nan_code)
 _E2M1_SIGN = tl.constexpr(1 << (E2M1.bits - 1))
 _E2M1_MAGNITUDE = tl.constexpr((1 << (E2M1.bits - 1)) - 1)
 _E2M1_SIGN_SHIFT = tl.constexpr(32 - E2M1.bits)
+_E2M1_OTHERS = tl.constexpr(~_E2M1_MAGNITUDE.value)
+_E4M3_MAGNITUDE = tl.constexpr((1 << (E4M3.bits - 1)) - 1)
+_E4M3_OTHERS = tl.constexpr(~_E4M3_MAGNITUDE.value)
+_E4M3_SIGN_SHIFT = tl.constexpr(32 - E4M3.bits)
 _FP32_MANTISSA_BITS = tl.constexpr(23)
 _FP32_MANTISSA = tl.constexpr((1 << 23) - 1)
 _FP32_NAN = tl.constexpr(0x7FC00000)
@@ -51,8 +57,7 @@ _SMALLEST_UE8M0_BITS = tl.constexpr(1 << 22)
 # Exponent fields of x and of its reciprocal add up to this, for powers of two.
 _RECIPROCAL_BITS = tl.constexpr((2 * 127) << 23)
 _E2M1_SHIFT = tl.constexpr(23 - E2M1.mantissa_bits)
-# Moves E2M1's exponents to where fp32 has them, and back.
-_E2M1_UNIT = tl.constexpr(2.0 ** (E2M1.bias - 127))
+# Moves E2M1's exponents to where fp32 has them.
 _FROM_E2M1_UNIT = tl.constexpr(2.0 ** (127 - E2M1.bias))
 
 
@@ -114,6 +119,7 @@ class RecordFields(NamedTuple):
     padding: tuple[tuple[int, int, int], ...]
 
 
+@functools.lru_cache(maxsize=128)
 def describe(fmt: RecordFormat, page_size: int) -> RecordFields:
     """The fields of a format in pages of `page_size` tokens."""
 
@@ -262,40 +268,45 @@ def nan_scale(value, code, poisoned, SCALE: tl.constexpr):
 
 
 @triton.jit
-def quotient(x, divisor, LARGEST: tl.constexpr, EXACT: tl.constexpr, ORDINARY: tl.constexpr):
-    """`x / divisor`, correctly rounded up to magnitude `LARGEST`; +0 where the divisor is 0.
+def quotient(
+    magnitude, divisor, LARGEST: tl.constexpr, EXACT: tl.constexpr, ORDINARY: tl.constexpr
+):
+    """`min(magnitude / divisor, LARGEST)`, the quotient correctly rounded.
 
     EXACT: divisors are powers of two, so that the product with a reciprocal is the quotient.
-    ORDINARY: they are 0, NaN or `numerics.scale_is_ordinary`.
+    ORDINARY: they are 0 or `numerics.scale_is_ordinary`. Where a divisor is not above 0 the result
+    is any number.
     """
     if EXACT:
         bits = _RECIPROCAL_BITS - divisor.to(tl.int32, bitcast=True)
-        reciprocal = bits.to(tl.float32, bitcast=True)
-        result = x * tl.where(divisor == divisor, reciprocal, divisor)
+        return tl.minimum(magnitude * bits.to(tl.float32, bitcast=True), LARGEST)
     else:
-        result = with_sign(bounded_quotient(tl.abs(x), divisor, LARGEST, ORDINARY), x)
-        # Divisors of 0 and NaN are the results themselves.
-        result = tl.where(divisor > 0, result, divisor)
-    return result
+        return bounded_quotient(magnitude, divisor, LARGEST, ORDINARY, KEEP_NAN=False)
 
 
 @triton.jit
-def encode_elements(x, ELEMENT: tl.constexpr, LARGEST: tl.constexpr):
-    """Codes, int32, of the elements nearest to fp32 `x`, saturating; E2M1 takes NaN for +0."""
+def encode_elements(magnitude, x, ELEMENT: tl.constexpr):
+    """Codes, int32, of the elements nearest to `magnitude`, with the signs of fp32 `x`.
+
+    `magnitude` is fp32, from 0 to the largest element; the code of NaN is any. Bits above those of
+    a code mean nothing.
+    """
+    signs = x.to(tl.int32, bitcast=True)
     if ELEMENT == IS_E2M1:
-        x = tl.where(x == x, x, 0.0)
-        magnitude = round_e2m1_magnitude(tl.minimum(tl.abs(x), LARGEST))
-        code = (magnitude * _E2M1_UNIT).to(tl.int32, bitcast=True) >> _E2M1_SHIFT
-        sign = (x.to(tl.int32, bitcast=True) >> _E2M1_SIGN_SHIFT) & _E2M1_SIGN
-        return code | sign
+        code = carried_e2m1_code(magnitude) - E2M1_CARRY_CODE
+        return (code & _E2M1_MAGNITUDE) | ((signs >> _E2M1_SIGN_SHIFT) & _E2M1_OTHERS)
     else:
-        magnitude = tl.minimum(tl.abs(x), LARGEST)
-        if not INTERPRETED:
-            # The minimum drops NaN.
-            magnitude = tl.where(x == x, magnitude, x)
-        return encode_e4m3(with_sign(round_e4m3_magnitude(magnitude), x)) & tl.where(
-            x == x, 0xFF, _E4M3_NAN
-        )
+        code = carried_e4m3_code(magnitude) - E4M3_CARRY_CODE
+        return (code & _E4M3_MAGNITUDE) | ((signs >> _E4M3_SIGN_SHIFT) & _E4M3_OTHERS)
+
+
+@triton.jit
+def nan_code(ELEMENT: tl.constexpr):
+    """Code of NaN; that of 0 where an element has none."""
+    if ELEMENT == IS_E2M1:
+        return 0
+    else:
+        return _E4M3_NAN
 
 
 @triton.jit

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_quant.errors import RecordError
-from mla_quant.kernels.numerics import round_to_dtype
+from mla_quant.kernels.numerics import INTERPRETED, round_to_dtype
 from mla_quant.kernels.record_fields import (
     AS_IS,
     IS_E2M1,
@@ -23,6 +23,7 @@ from mla_quant.kernels.record_fields import (
     choose_scale,
     describe,
     encode_elements,
+    nan_code,
     nan_scale,
     quotient,
     token_offset,
@@ -34,6 +35,7 @@ RopeStyle = Literal["pairs", "halves"]
 """Which features a rotation mixes: 2i and 2i + 1, or i and i + width / 2."""
 
 _STYLES: dict[str | None, int] = {None: 0, "pairs": 1, "halves": 2}
+_INFINITY_BITS = tl.constexpr(0x7F800000)
 _PAIRS = tl.constexpr(_STYLES["pairs"])
 
 _TOKENS = 4
@@ -68,19 +70,26 @@ def _store_segment(
         PADDED: Blocks (or values) of x.
         ORDINARY: `numerics.scale_is_ordinary(outer)` holds.
     """
-    x = _saturated(x, SEGMENT.limit)
+    magnitude = tl.abs(x)
     SCALE: tl.constexpr = SEGMENT.scale
     if SCALE is not None:
         group = tl.arange(0, PADDED)
-        magnitude = tl.where(x == x, tl.abs(x), 0.0)
-        amax = tl.max(magnitude, 2, keep_dims=True)
-        poisoned = tl.max((x != x).to(tl.int32), 2, keep_dims=True) > 0
         if SEGMENT.outer_at >= 0:
+            numbers = tl.where(x == x, tl.minimum(magnitude, SEGMENT.limit), 0.0)
+            amax = tl.max(numbers, 2, keep_dims=True)
+            poisoned = tl.max((x != x).to(tl.int32), 2, keep_dims=True) > 0
             largest = tl.max(amax, 1, keep_dims=True)
             own = largest * SEGMENT.outer_reciprocal
             at = base + SEGMENT.outer_at + place * SEGMENT.outer_stride
             tl.store(at.to(tl.pointer_type(tl.float32)), tl.reshape(own, [x.shape[0]]), mask=live)
             amax = tl.div_rn(amax, tl.where(own == 0, 1.0, own))
+        else:
+            # As integers, among which NaN are the largest.
+            top = tl.max(magnitude.to(tl.int32, bitcast=True), 2, keep_dims=True)
+            poisoned = top > _INFINITY_BITS
+            # The amax of a group with NaN is not used.
+            amax = tl.where(poisoned, 0, top).to(tl.float32, bitcast=True)
+            amax = tl.minimum(amax, SEGMENT.limit)
         value, stored = choose_scale(amax, outer, SCALE, SEGMENT.largest)
         value, stored = nan_scale(value, stored, poisoned, SCALE)
         divisor = value
@@ -89,8 +98,12 @@ def _store_segment(
         divisor = divisor * outer
         by_reciprocal: tl.constexpr = SCALE.power_of_two and SEGMENT.outer_at < 0
         bounded: tl.constexpr = ORDINARY and SCALE.code == IS_E4M3 and SEGMENT.outer_at < 0
-        ratio = quotient(x, divisor, SEGMENT.largest, by_reciprocal, bounded)
-        code = encode_elements(ratio, SEGMENT.element, SEGMENT.largest)
+        if not bounded or INTERPRETED:
+            magnitude = tl.minimum(magnitude, SEGMENT.limit)
+        ratio = quotient(magnitude, divisor, SEGMENT.largest, by_reciprocal, bounded)
+        code = encode_elements(ratio, x, SEGMENT.element)
+        # A divisor of 0 gives 0 without a sign, one that is NaN gives NaN.
+        special = tl.where(divisor == 0, 0, nan_code(SEGMENT.element))
 
         stride: tl.constexpr = SCALE.blocks // SCALE.interleave
         slot = group % SCALE.interleave * stride + group // SCALE.interleave
@@ -108,15 +121,18 @@ def _store_segment(
             HALF: tl.constexpr = SCALE.block // 2
             low, high = tl.split(tl.reshape(code, [x.shape[0], PADDED, HALF, 2]))
             byte = group[None, :, None] * HALF + tl.arange(0, HALF)[None, None, :]
-            tl.store(start + byte, (low | (high << 4)).to(tl.uint8), mask=mask)
+            pair = tl.where(divisor > 0, (low & 0xF) | (high << 4), special)
+            tl.store(start + byte, pair.to(tl.uint8), mask=mask)
         else:
             lane = tl.arange(0, SCALE.block)
             byte = group[None, :, None] * SCALE.block + lane[None, None, :]
+            code = tl.where(divisor > 0, code, special)
             tl.store(start + byte, code.to(tl.uint8), mask=mask)
     else:
         tl.static_assert(SEGMENT.element == IS_E4M3, "only E4M3 is stored without block scales")
         feature = tl.arange(0, PADDED)
-        code = encode_elements(x, SEGMENT.element, SEGMENT.largest)
+        code = encode_elements(tl.minimum(magnitude, SEGMENT.largest), x, SEGMENT.element)
+        code = tl.where(x == x, code, nan_code(SEGMENT.element))
         at = base[:, None] + SEGMENT.at + (place * SEGMENT.stride)[:, None] + feature[None, :]
         mask = live[:, None] & (feature < SEGMENT.width)[None, :]
         tl.store(at, code.to(tl.uint8), mask=mask)

@@ -18,6 +18,7 @@ pytest.importorskip("vllm")
 
 from tests.vllm.client import Output, Result, Vllm, entry_points, run
 from tests.vllm.reference import EXAMPLE, Reference, calibrate, check_agreement, divergence
+from tests.vllm.test_records import RecordReference, chunks, unquantized
 from tests.vllm.test_stock import BOUND_BFLOAT16, held_out
 
 GENERATED = 12
@@ -190,3 +191,29 @@ def test_drafts_are_verified_together(vllm, checkpoint, prompts, reference, mode
     # A group of V that drafts belong to has their range, too: another quantization than stepwise.
     for prompt, (output,) in zip(repeated, result.runs, strict=True):
         check_decoding(reference, prompt, output, share=1.0)
+
+
+@pytest.mark.parametrize("mode", ["eager", "full", "compiled"])
+@pytest.mark.parametrize("fmt", ["nvfp4_fp8rope_352", "nvfp4_ds_mla_432"])
+def test_records(vllm, prompts, mode, fmt) -> None:
+    """A KV cache of records under graphs and torch.compile, chunks and prefixes read from it."""
+    again = [ids + ids[:3] for ids in prompts[:3]]
+    result = vllm(
+        EXAMPLE / "model",
+        [*one_by_one(prompts), run(again, GENERATED, logprobs=True)],
+        engine=MODES[mode] | FLOAT32 | {"additional_config": {"mla_quant_records": fmt}},
+        before=ALLOWED,
+        after=["tests.vllm.hooks:kernels", "tests.vllm.hooks:record_cache"],
+    )
+    assert result.after["tests.vllm.hooks:kernels"] == ["RecordMLAImpl"] * 4
+    reference = RecordReference(fmt)
+    assert result.after["tests.vllm.hooks:record_cache"]["reserved"]
+    batches = [*zip(prompts, (outputs[0] for outputs in result.runs[:-1]), strict=True)]
+    batches += zip(again, result.runs[-1], strict=True)
+    for prompt, output in batches:
+        rows = slice(len(prompt) - 1, None)
+        want = reference.logprobs(chunks(prompt, output.cached), output.tokens[:-1])[rows]
+        original = unquantized(reference, [*prompt, *output.tokens[:-1]])[rows]
+        effect, found = divergence(original, want).mean(), divergence(want, output.logprobs).mean()
+        print(f"KL: {found / effect:.3f} of what the records do")
+        assert found < 0.5 * effect

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import math
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from benchmarks.record_accuracy import (
+    CACHED_OPERANDS,
+    DOUBLE_RECIPES,
+    SECTIONS,
+    Read,
+    capture,
+    double,
     facts,
     fold,
     latent_ranges,
+    main,
+    merge,
     mla_layers,
     reading,
     synthetic,
@@ -19,6 +31,7 @@ from benchmarks.record_accuracy import (
 from mla_quant.data import TokenBatch
 from mla_quant.errors import UnsupportedModelError
 from mla_quant.formats import E4M3
+from mla_quant.recipes import load_recipe
 from mla_quant.records import RECORDS, outer_scale
 
 transformers = pytest.importorskip("transformers")
@@ -151,6 +164,117 @@ def test_rows_say_which_outer_scale_they_are_for() -> None:
     rows = [facts(*variant) for variant in variants(RECORDS[name] for name in names)]
     assert [row["outer_scale"] for row in rows] == ["none", "1", "per layer", "per token"]
     assert [row["record_bytes"] for row in rows] == [656, 432, 432, 304]
+
+
+def gaussian(
+    *, layers: int = 2, windows: int = 2, tokens: int = 40
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Latents and rope parts of other sizes in each layer; the last group of 16 tokens is open."""
+    torch.manual_seed(0)
+    shape = (windows, tokens)
+    return {
+        f"layer {i}": (torch.randn(*shape, 512) * 0.1**i, torch.randn(*shape, 64))
+        for i in range(layers)
+    }
+
+
+def sqnr(
+    latents: dict[str, tuple[Tensor, Tensor]], read: Read, recipe: str
+) -> dict[str, dict[str, float | None]]:
+    return double(latents, read, load_recipe(recipe).attention)
+
+
+def test_capture_keeps_windows_apart(model: nn.Module) -> None:
+    seen: list[Tensor] = []
+
+    def keep(name: str, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+        seen.append(latent)
+        return latent, rope
+
+    batch = TokenBatch(IDS, torch.ones_like(IDS))
+    with reading(model, keep):
+        logits(model)
+    found = capture(model, [batch, batch])
+    assert list(found) == LAYERS
+    for name, expected in zip(LAYERS, seen, strict=True):
+        latent, rope = found[name]
+        assert (latent.shape, rope.shape) == ((4, 24, 512), (4, 24, 64))
+        torch.testing.assert_close(latent, expected.unflatten(0, (2, 24)).repeat(2, 1, 1))
+
+
+@pytest.mark.parametrize("recipe", DOUBLE_RECIPES)
+def test_over_a_cache_that_loses_nothing_only_operands_lose(recipe: str) -> None:
+    for found in sqnr(gaussian(), nothing, recipe).values():
+        assert found["operands"] is not None
+        assert found["both"] == found["operands"]
+        assert found["record"] is None
+
+
+@pytest.mark.parametrize("recipe", DOUBLE_RECIPES)
+def test_over_a_cache_that_loses_all_noise_is_as_large_as_signal(recipe: str) -> None:
+    def zeros(_: str, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(latent), torch.zeros_like(rope)
+
+    for found in sqnr(gaussian(), zeros, recipe).values():
+        assert (found["record"], found["both"]) == (0, 0)
+
+
+def test_an_nvfp4_record_read_with_the_range_of_k_is_nvfp4_k() -> None:
+    latents = gaussian()
+    outer = {name: outer_scale(float(x.abs().max()), FP4) for name, (x, _) in latents.items()}
+    found = sqnr(latents, through_records(FP4, outer), "nvfp4_mla")
+    # K has the record's blocks and scales, so that quantizing again changes nothing. V does not.
+    k, v = found["k_latent"], found["v_latent"]
+    assert k["both"] == pytest.approx(k["record"], abs=1e-3)
+    assert k["operands"] == pytest.approx(k["record"], abs=1e-3)
+    assert v["record"] == k["record"]
+    assert v["both"] is not None and v["record"] is not None and v["operands"] is not None
+    assert v["both"] < min(v["record"], v["operands"]) - 2
+
+
+def test_k_has_blocks_of_features_and_v_of_tokens_of_a_window() -> None:
+    small = 0.04  # nothing in a block whose largest value is 1
+    by_feature, by_window = torch.ones(2, 24, 512), torch.ones(2, 24, 512)
+    by_feature[..., ::2] = small
+    by_window[1] = small
+    rope = torch.ones(2, 24, 64)
+    lost = 10 * math.log10((1 + small**2) / small**2)
+    features = sqnr({"layer": (by_feature, rope)}, nothing, "nvfp4_mla")
+    assert features["k_latent"]["operands"] == pytest.approx(lost)
+    for found in (
+        features["v_latent"],
+        *sqnr({"layer": (by_window, rope)}, nothing, "nvfp4_mla").values(),
+    ):
+        assert found["operands"] is None or found["operands"] > lost + 20
+
+
+def test_a_section_measured_again_leaves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    then = {"hardware": "one", "torch": "1", "date": "then"}
+    now = {"hardware": "other", "torch": "2", "date": "now"}
+    earlier = merge(None, then, {"synthetic": {"rows": []}})
+    assert earlier == {**then, "synthetic": {"rows": []}}
+    out = tmp_path / "result.json"
+    out.write_text(json.dumps(earlier), encoding="utf-8")
+
+    values = {
+        operand: {"operands": 20, "record": None, "both": 1.26} for operand in CACHED_OPERANDS
+    }
+    row = {**facts(FP4, True), "recipe": "nvfp4_mla", "sqnr_db": values}
+    section = {"dtype": "float32", "tokens": 8, "rows": [row]}
+    place = "benchmarks.record_accuracy."
+    monkeypatch.setattr(place + "windows", lambda *_: [])
+    monkeypatch.setattr(place + "measure_double", lambda _: section)
+    monkeypatch.setattr(place + "hardware", lambda _: now)
+    monkeypatch.setitem(SECTIONS, "synthetic", lambda _, run: [f"synthetic: {run['date']}"])
+    monkeypatch.setattr("sys.argv", ["record_accuracy", "--only", "double", "--out", str(out)])
+    main()
+    assert json.loads(out.read_text(encoding="utf-8")) == {**earlier, "double": {**now, **section}}
+    printed = capsys.readouterr().out
+    assert printed.startswith("synthetic: then\n\n")
+    assert "other, float32, torch 2, now." in printed
+    assert "| `nvfp4_ds_mla_432` | 432 | `nvfp4_mla` | 20.0 / – / 1.3 |" in printed
 
 
 def test_a_model_without_latents_is_refused() -> None:
