@@ -201,109 +201,22 @@ def _gather_records(
     record_decode.gather(cache, block_table, cu_lengths, max_length, starts=starts, out=out)
 
 
-def _attended(q: Tensor, record: str, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    rows = q.shape[:3]
-    out = q.new_empty(*rows, unpack_format(record).v_width, dtype=out_dtype)
-    return out, q.new_empty(rows, dtype=torch.float32)
+def _nothing(*args: object, **kwargs: object) -> None:
+    """What operators return that write into their arguments."""
 
 
-@_store_records.register_fake
-def _(
-    data: Tensor,
-    record: str,
-    page_size: int,
-    outer_scale: float,
-    rope_dtype: torch.dtype,
-    latent: Tensor,
-    rope: Tensor | None,
-    slots: Tensor,
-    unique_slots: bool,
-) -> None:
-    return None
-
-
-@_norm_rotate_store.register_fake
-def _(
-    data: Tensor,
-    record: str,
-    page_size: int,
-    outer_scale: float,
-    rope_dtype: torch.dtype,
-    latent: Tensor,
-    rope: Tensor | None,
-    slots: Tensor,
-    weight: Tensor,
-    epsilon: float,
-    positions: Tensor | None,
-    cos_sin: Tensor | None,
-    rope_style: str,
-    normed: Tensor | None,
-    rotated: Tensor | None,
-    unique_slots: bool,
-) -> None:
-    return None
+for _operator in (_store_records, _norm_rotate_store, _gather_records):
+    _operator.register_fake(_nothing)
 
 
 @_dense_decode.register_fake
-def _(
-    q: Tensor,
-    data: Tensor,
-    record: str,
-    page_size: int,
-    outer_scale: float,
-    rope_dtype: torch.dtype,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    causal: bool,
-    sink: Tensor | None,
-    lse_convention: str,
-    num_splits: int | None,
-    out_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    return _attended(q, record, out_dtype)
-
-
 @_sparse_decode.register_fake
-def _(
-    q: Tensor,
-    data: Tensor,
-    record: str,
-    page_size: int,
-    outer_scale: float,
-    rope_dtype: torch.dtype,
-    indices: Tensor,
-    lengths: Tensor | None,
-    extra_data: Tensor | None,
-    extra_record: str,
-    extra_page_size: int,
-    extra_outer_scale: float,
-    extra_rope_dtype: torch.dtype,
-    extra_indices: Tensor | None,
-    extra_lengths: Tensor | None,
-    scale: float,
-    sink: Tensor | None,
-    lse_convention: str,
-    num_splits: int | None,
-    out_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    return _attended(q, record, out_dtype)
-
-
-@_gather_records.register_fake
-def _(
-    data: Tensor,
-    record: str,
-    page_size: int,
-    outer_scale: float,
-    rope_dtype: torch.dtype,
-    block_table: Tensor,
-    cu_lengths: Tensor,
-    max_length: int,
-    starts: Tensor | None,
-    out: Tensor,
-) -> None:
-    return None
+def _(q: Tensor, data: Tensor, record: str, *args: object) -> tuple[Tensor, Tensor]:
+    out_dtype = args[-1]
+    assert isinstance(out_dtype, torch.dtype)
+    rows = q.shape[:3]
+    out = q.new_empty(*rows, unpack_format(record).v_width, dtype=out_dtype)
+    return out, q.new_empty(rows, dtype=torch.float32)
 
 
 def store_records(

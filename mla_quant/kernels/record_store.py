@@ -38,8 +38,8 @@ _STYLES: dict[str | None, int] = {None: 0, "pairs": 1, "halves": 2}
 _INFINITY_BITS = tl.constexpr(0x7F800000)
 _PAIRS = tl.constexpr(_STYLES["pairs"])
 
-_TOKENS = 4
-_WARPS = 4
+_TOKENS = 8
+_WARPS = 2
 
 
 @triton.jit

@@ -74,6 +74,8 @@ class Step:
     def tensors(self) -> tuple[Tensor, ...]:
         return self.q, self.cache, self.block_table, self.seq_lens, self.amax, self.records
 
+    buffers = tensors
+
     def run(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         q, cache, block_table, seq_lens, amax, records = tensors or self.tensors
         kernels.write_operands(
@@ -114,11 +116,14 @@ def test_compile_decode_fullgraph(device) -> None:
         assert torch.equal(got, expected)
 
 
-def test_decode_cuda_graph_replay(device) -> None:
-    """Captured once, replayed with longer and shorter contexts, an empty one among them."""
+def check_graph_replay(device: torch.device, new_step: Any) -> None:
+    """Captured once, replayed with longer and shorter contexts, an empty one among them.
+
+    `new_step`: by device, lengths and seed, what has `buffers` to be filled and `run`.
+    """
     if device.type != "cuda":
         pytest.skip("CUDA graphs need a CUDA device")
-    step = Step(device, [40, 40])
+    step = new_step(device, [40, 40])
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         step.run()
@@ -127,14 +132,20 @@ def test_decode_cuda_graph_replay(device) -> None:
     with torch.cuda.graph(graph):
         captured = step.run()
     for seed, lengths in enumerate(([40, 40], [80, 1], [0, 33])):
-        fresh = Step(device, lengths, seed)
-        for buffer, new in zip(step.tensors, fresh.tensors, strict=True):
+        fresh = new_step(device, lengths, seed)
+        for buffer, new in zip(step.buffers, fresh.buffers, strict=True):
             buffer.copy_(new)
         for x in captured:
             x.fill_(float("nan"))
         graph.replay()
         for got, want in zip(captured, fresh.run(), strict=True):
             assert torch.equal(got, want)
+        for got, want in zip(step.buffers, fresh.buffers, strict=True):
+            assert torch.equal(got, want)
+
+
+def test_decode_cuda_graph_replay(device) -> None:
+    check_graph_replay(device, Step)
 
 
 def test_compile_fullgraph(device) -> None:

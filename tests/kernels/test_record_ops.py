@@ -10,7 +10,7 @@ from mla_quant import kernels
 from mla_quant.kernels import record_ops
 from mla_quant.kernels.record_store import store_records
 from mla_quant.records import RECORDS, UNROUNDED, RecordCache, outer_scale
-from tests.kernels.test_ops import CHECKS
+from tests.kernels.test_ops import CHECKS, check_graph_replay
 
 FORMAT = RECORDS["nvfp4_ds_mla_432"]
 
@@ -50,6 +50,10 @@ class Step:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return self.q, self.latent, self.rope, self.table, self.lengths, self.indices
+
+    @property
+    def buffers(self) -> tuple[Tensor, ...]:
+        return (*self.tensors, self.cache.data)
 
     def run(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         q, latent, rope, table, lengths, indices = tensors or self.tensors
@@ -110,25 +114,4 @@ def test_compile_fullgraph(device) -> None:
 
 
 def test_cuda_graph_replay(device) -> None:
-    """Captured once, replayed with longer and shorter contexts, an empty one among them."""
-    if device.type != "cuda":
-        pytest.skip("CUDA graphs need a CUDA device")
-    step = Step(device, [40, 40])
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step.run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step.run()
-    for seed, lengths in enumerate(([40, 40], [80, 1], [0, 33])):
-        fresh = Step(device, lengths, seed)
-        for buffer, new in zip(step.tensors, fresh.tensors, strict=True):
-            buffer.copy_(new)
-        step.cache.data.copy_(fresh.cache.data)
-        for x in captured:
-            x.fill_(float("nan"))
-        graph.replay()
-        for got, expected in zip(captured, fresh.run(), strict=True):
-            assert torch.equal(got, expected)
-        assert torch.equal(step.cache.data, fresh.cache.data)
+    check_graph_replay(device, Step)
