@@ -52,7 +52,8 @@ class RecordState:
     def records(self, cache: Tensor) -> RecordCache:
         """vLLM's cache [blocks, block_size, record bytes] as a cache of records."""
         return RecordCache(
-            cache.flatten(1),
+            # A view or an error: what is stored into a copy would be lost.
+            cache.view(len(cache), -1),
             self.plan.format,
             cache.shape[1],
             self.plan.outer_scale,
