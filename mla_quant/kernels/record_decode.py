@@ -465,11 +465,9 @@ def _shape(rows: int, device: torch.device, element_bytes: int) -> ProgramShape:
     )
 
 
-def _stages(cache: RecordCache, device: torch.device) -> int:
-    """Of the software pipeline. Every column loads its own scale: two stages of fp32 do not fit."""
-    scale = cache.format.latent.scale
-    wide = scale is not None and scale.format is None
-    return 1 if wide or _shared(device) < 227 << 10 else 2
+def _stages(device: torch.device) -> int:
+    """Of the software pipeline."""
+    return 1 if _shared(device) < 227 << 10 else 2
 
 
 def _shared(device: torch.device) -> int:
@@ -554,7 +552,7 @@ def _attend(
             ROWS=shape.rows,
             TOKENS=shape.tokens,
             num_warps=8 if shape.rows > 16 else 4,
-            num_stages=_stages(cache, q.device),
+            num_stages=_stages(q.device),
         )
         first += splits
     combine[(rows,)](

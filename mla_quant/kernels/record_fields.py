@@ -378,26 +378,37 @@ def load_halves(base, place, present, FIELDS: tl.constexpr, STORED_DTYPE: tl.con
     latent the rope part follows.
     """
     LATENT: tl.constexpr = FIELDS.latent
+    SCALE: tl.constexpr = LATENT.scale
     HALF: tl.constexpr = FIELDS.v_width // 2
-    lane = tl.arange(0, HALF)[None, :]
+    # [tokens, blocks, bytes of a block]: a block's scale is read and decoded once.
+    BYTES: tl.constexpr = SCALE.block // 2 if LATENT.element == IS_E2M1 else SCALE.block
+    BLOCKS: tl.constexpr = HALF // BYTES
+    tokens: tl.constexpr = base.shape[0]
     outer = load_outer(base, place, present, LATENT)
     if LATENT.outer_at >= 0:
-        outer = outer[:, None]
-    base, place, present = base[:, None], place[:, None], present[:, None]
+        outer = outer[:, None, None]
+    block = tl.arange(0, BLOCKS)[None, :, None]
+    byte = tl.arange(0, BYTES)[None, None, :]
+    starts, places = base[:, None, None], place[:, None, None]
+    at = starts + LATENT.at + places * LATENT.stride + byte
+    there = present[:, None, None]
     if LATENT.element == IS_E2M1:
-        SCALE: tl.constexpr = LATENT.scale
-        mask = present & (lane < LATENT.width // 2)
-        at = base + LATENT.at + place * LATENT.stride + lane
-        code = tl.load(at, mask=mask, other=0).to(tl.int32)
-        number = lane // (SCALE.block // 2)
-        scale = load_scale(base, place, number, SCALE, mask) * outer
+        mask = there & (block < SCALE.blocks)
+        code = tl.load(at + block * BYTES, mask=mask, other=0).to(tl.int32)
+        scale = load_scale(starts, places, block, SCALE, mask) * outer
         first = decode_e2m1(code) * scale
         second = decode_e2m1(code >> 4) * scale
     else:
-        mask = present & (lane < LATENT.width)
-        first = load_features(base, place, lane, mask, outer, LATENT, STORED_DTYPE)
-        mask = present & (lane + HALF < LATENT.width)
-        second = load_features(base, place, lane + HALF, mask, outer, LATENT, STORED_DTYPE)
+        mask = there & (block < SCALE.blocks)
+        code = tl.load(at + block * BYTES, mask=mask, other=0).to(tl.int32)
+        first = decode_e4m3(code) * (load_scale(starts, places, block, SCALE, mask) * outer)
+        block += BLOCKS
+        mask = there & (block < SCALE.blocks)
+        code = tl.load(at + block * BYTES, mask=mask, other=0).to(tl.int32)
+        second = decode_e4m3(code) * (load_scale(starts, places, block, SCALE, mask) * outer)
+    first = tl.reshape(first, [tokens, HALF])
+    second = tl.reshape(second, [tokens, HALF])
+    base, place, present = base[:, None], place[:, None], present[:, None]
     if FIELDS.v_width > LATENT.width:
         ROPE: tl.constexpr = FIELDS.rope
         # A part is 0 where the other one has its features.
