@@ -6,6 +6,8 @@ or 8.01/65536, and the outputs as directions within 5e-6.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -51,6 +53,10 @@ def test_vllm_writes_what_we_write() -> None:
         assert torch.equal(a, b)
 
 
+def flash_mla() -> Any:
+    return pytest.importorskip("vllm.third_party.flashmla.flash_mla_interface")
+
+
 def check(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
     a, b = out.double(), other.double()
     assert not a.isnan().any() and not b.isnan().any()
@@ -69,11 +75,6 @@ def check(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
 @pytest.mark.parametrize("sink", [False, True])
 def test_flashmla_reads_what_we_write(name, heads, sink) -> None:
     """Lists with invalid entries, and one with nothing else."""
-    from vllm.third_party.flashmla.flash_mla_interface import (
-        flash_mla_with_kvcache,
-        get_mla_metadata,
-    )
-
     if OLD and name != "fp8_ds_mla_656":
         pytest.skip("its FlashMLA knows 656 alone")
     fmt = RECORDS[name]
@@ -91,8 +92,8 @@ def test_flashmla_reads_what_we_write(name, heads, sink) -> None:
         sinks[:2] = torch.tensor([float("inf"), float("-inf")])
     shape = (tokens // PAGE, PAGE, 1, fmt.record_bytes)
     strides = (cache.data.stride(0), fmt.record_bytes, fmt.record_bytes, 1)
-    plan, _ = get_mla_metadata()
-    other, other_lse = flash_mla_with_kvcache(
+    plan, _ = flash_mla().get_mla_metadata()
+    other, other_lse = flash_mla().flash_mla_with_kvcache(
         q, cache.data.as_strided(shape, strides), None, None, 512, plan, softmax_scale=0.06,
         is_fp8_kvcache=True, indices=indices, attn_sink=sinks,
     )  # fmt: skip
@@ -104,11 +105,6 @@ def test_flashmla_reads_what_we_write(name, heads, sink) -> None:
 
 @pytest.mark.parametrize("heads", [16, 128])
 def test_dense_like_flashmla_on_what_the_records_read_as(heads) -> None:
-    from vllm.third_party.flashmla.flash_mla_interface import (
-        flash_mla_with_kvcache,
-        get_mla_metadata,
-    )
-
     fmt, batch, context = RECORDS["nvfp4_ds_mla_432"], 3, 1000
     pages = -(-context // PAGE)
     cache = RecordCache.allocate(fmt, batch * pages, PAGE, device="cuda")
@@ -120,8 +116,8 @@ def test_dense_like_flashmla_on_what_the_records_read_as(heads) -> None:
     q = torch.randn(batch, 1, heads, 576, device="cuda", generator=generator).bfloat16()
     table = torch.randperm(batch * pages, device="cuda").int().view(batch, pages)
     lengths = torch.tensor([1000, 1, 513], dtype=torch.int32, device="cuda")
-    plan, _ = get_mla_metadata()
-    other, other_lse = flash_mla_with_kvcache(
+    plan, _ = flash_mla().get_mla_metadata()
+    other, other_lse = flash_mla().flash_mla_with_kvcache(
         q, raw, table, lengths, 512, plan, softmax_scale=0.06, causal=True
     )
     out, lse = dense_decode(q, cache, table, lengths, scale=0.06, lse_convention="flashmla")
