@@ -33,6 +33,11 @@ _E4M3_MANTISSA_BITS = tl.constexpr(E4M3.mantissa_bits)
 _SMALLEST_NORMAL_FP32 = tl.constexpr(2.0**-126)
 
 
+LEAST_ORDINARY = tl.constexpr(1e-30)
+LARGEST_ORDINARY = tl.constexpr(1e30)
+"""See `scale_is_ordinary`."""
+
+
 def _carry_code(element: ElementFormat) -> int:
     """What `_carried_code` is too large by."""
     exponent = 127 + element.min_exponent + 23 - element.mantissa_bits
@@ -129,7 +134,7 @@ def validity(amax):
 @triton.jit
 def scale_is_ordinary(g):
     """Whether no intermediate result of a division by a multiple of `g` leaves fp32's range."""
-    return (g > 1.0e-30) & (g < 1.0e30)
+    return (g > LEAST_ORDINARY) & (g < LARGEST_ORDINARY)
 
 
 @triton.jit

@@ -8,7 +8,6 @@ as one `tl.constexpr`: no format has code of its own. Every field of token `plac
 from __future__ import annotations
 
 import functools
-import math
 from typing import NamedTuple
 
 import torch
@@ -32,7 +31,6 @@ AS_IS = tl.constexpr(_CODES[None])
 """As an element: a 16-bit float. As a scale: fp32."""
 IS_E2M1 = tl.constexpr(_CODES[E2M1])
 IS_E4M3 = tl.constexpr(_CODES[E4M3])
-IS_UE8M0 = tl.constexpr(_CODES[UE8M0])
 
 _ROUNDINGS = {"none": 0, "nearest": 1, "nearest_not_below": 2, "power_of_two_up": 3}
 _UNROUNDED = tl.constexpr(_ROUNDINGS["none"])
@@ -128,7 +126,7 @@ def describe(fmt: RecordFormat, page_size: int) -> RecordFields:
             return offset, fmt.rows_end
         return page_size * fmt.rows_end + offset - fmt.rows_end, fmt.footer_bytes
 
-    def segment(name: str, part: Segment) -> SegmentFields:
+    def segment(part: Segment) -> SegmentFields:
         scale = None
         if part.scale is not None and part.element is not None:
             rule = part.scale
@@ -145,16 +143,13 @@ def describe(fmt: RecordFormat, page_size: int) -> RecordFields:
                 _fp32(1 / part.element.max) if rule.writer.division == "reciprocal" else 0.0,
             )
         largest = part.element.max if part.element else 0.0
-        limit = 0.0
-        if part.element is not None:
-            limit = largest * 2.0 ** math.floor(math.log2(torch.finfo(torch.float32).max / largest))
         outer = (-1, 0) if part.outer_offset is None else place(part.outer_offset)
         return SegmentFields(
             *place(part.offset),
             part.width,
             _CODES[part.element],
             largest,
-            limit,
+            part.limit,
             scale,
             *outer,
             _fp32(1 / part.quant_max) if part.quant_max else 0.0,
@@ -169,8 +164,8 @@ def describe(fmt: RecordFormat, page_size: int) -> RecordFields:
             if first < last:
                 gaps.append((*place(first), last - first))
     return RecordFields(
-        segment("latent", fmt.latent),
-        None if fmt.rope is None else segment("rope", fmt.rope),
+        segment(fmt.latent),
+        None if fmt.rope is None else segment(fmt.rope),
         fmt.v_width,
         tuple(gaps),
     )
@@ -198,7 +193,7 @@ def _ue8m0_bits(code):
 
 
 @triton.jit
-def load_scale(base, place, number, SCALE: tl.constexpr, mask, other: tl.constexpr = 0):
+def load_scale(base, place, number, SCALE: tl.constexpr, mask):
     """Block scales as fp32.
 
     Args:
@@ -207,14 +202,13 @@ def load_scale(base, place, number, SCALE: tl.constexpr, mask, other: tl.constex
         number: Numbers of blocks.
         SCALE: `ScaleFields`.
         mask: Which to read; the others are 0.
-        other: Byte that stands for a scale that is not read.
     """
     stride: tl.constexpr = SCALE.blocks // SCALE.interleave
     stored = number % SCALE.interleave * stride + number // SCALE.interleave
     at = base + SCALE.at + place * SCALE.stride + stored * SCALE.bytes_each
     if SCALE.code == AS_IS:
         return tl.load(at.to(tl.pointer_type(tl.float32)), mask=mask, other=0.0)
-    code = tl.load(at, mask=mask, other=other).to(tl.int32)
+    code = tl.load(at, mask=mask, other=0).to(tl.int32)
     if SCALE.code == IS_E4M3:
         return decode_e4m3(code)
     else:

@@ -14,7 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_quant.errors import RecordError
-from mla_quant.kernels.numerics import INTERPRETED, round_to_dtype
+from mla_quant.kernels.numerics import (
+    INTERPRETED,
+    LARGEST_ORDINARY,
+    LEAST_ORDINARY,
+    round_to_dtype,
+)
 from mla_quant.kernels.record_fields import (
     AS_IS,
     IS_E2M1,
@@ -35,6 +40,7 @@ RopeStyle = Literal["pairs", "halves"]
 """Which features a rotation mixes: 2i and 2i + 1, or i and i + width / 2."""
 
 _STYLES: dict[str | None, int] = {None: 0, "pairs": 1, "halves": 2}
+_BFLOAT16_MAX = tl.constexpr(torch.finfo(torch.bfloat16).max)
 _INFINITY_BITS = tl.constexpr(0x7F800000)
 _PAIRS = tl.constexpr(_STYLES["pairs"])
 
@@ -260,7 +266,7 @@ def _store_kernel(
         if ROPE.element == AS_IS:
             if tl.float32 == Y_DTYPE:
                 if tl.bfloat16 == ROPE_DTYPE:
-                    y = _saturated(y, 3.3895313892515355e38)
+                    y = _saturated(y, _BFLOAT16_MAX)
                 y = round_to_dtype(y, ROPE_DTYPE)
             at = base[:, None] + ROPE.at + (place * ROPE.stride)[:, None]
             at = (at + (part * 2)[None, :]).to(tl.pointer_type(ROPE_DTYPE))
@@ -454,7 +460,7 @@ def _launch(
         FIELDS=describe(fmt, cache.page_size),
         PAGE_SIZE=cache.page_size,
         ROPE_DTYPE=TRITON_DTYPES[cache.rope_dtype],
-        ORDINARY=1e-30 < cache.outer_scale < 1e30,
+        ORDINARY=LEAST_ORDINARY.value < cache.outer_scale < LARGEST_ORDINARY.value,
         LATENT_PADDED=triton.next_power_of_2(groups),
         ROPE_PADDED=rope_padded,
         ROPE_BLOCKS=fmt.rope.blocks if fmt.rope is not None else 0,

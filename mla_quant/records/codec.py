@@ -14,14 +14,19 @@ from torch import Tensor
 
 from mla_quant.errors import RecordError
 from mla_quant.formats import UE8M0, ElementFormat
-from mla_quant.records.formats import FP32_SMALLEST_NORMAL, BlockScale, RecordFormat, Segment
+from mla_quant.records.formats import (
+    FP32_MAX,
+    FP32_SMALLEST_NORMAL,
+    BlockScale,
+    RecordFormat,
+    Segment,
+)
 from mla_quant.reference import decode, encode, round_to, saturating_cast
 
 OnNan = Literal["refuse", "poison"]
 """What packing does with NaN: an error, or a NaN scale that makes its whole group read as NaN."""
 
 _INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_FP32_MAX = torch.finfo(torch.float32).max
 
 
 def outer_scale(amax: float, fmt: RecordFormat) -> float:
@@ -57,7 +62,7 @@ def check_outer_scale(value: float, fmt: RecordFormat) -> None:
         return
     if fmt.outer_scale != "per layer":
         raise RecordError(f"outer_scale is {value!r}, but {_no_outer_scale(fmt)}")
-    if not FP32_SMALLEST_NORMAL <= value <= _FP32_MAX:
+    if not FP32_SMALLEST_NORMAL <= value <= FP32_MAX:
         raise RecordError(
             f"outer_scale is {value!r}; it must be a positive normal fp32 number, such as "
             "`outer_scale(amax, fmt)` gives, or 1 for none"
@@ -249,9 +254,7 @@ def _encode_segment(
     element = segment.element
     if element is None:
         return {"": _bytes(saturating_cast(x, rope_dtype))}
-    # Largest code times largest power of two: no product of a stored code and scale overflows.
-    limit = element.max * 2.0 ** math.floor(math.log2(_FP32_MAX / element.max))
-    x = x.float().clamp(-limit, limit)
+    x = x.float().clamp(-segment.limit, segment.limit)
     if segment.scale is None:
         return {"": _codes(x, element)}
 

@@ -16,6 +16,7 @@ record holds; `ScaleWriter` says which one is written.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -25,6 +26,7 @@ from mla_quant.formats import E2M1, E4M3, UE8M0, ElementFormat
 
 FP32_BYTES = 4
 FP32_SMALLEST_NORMAL = 2.0**-126
+FP32_MAX = (2.0 - 2.0**-23) * 2.0**127
 SIXTEEN_BIT_DTYPES = ("bfloat16", "float16")
 
 
@@ -124,6 +126,16 @@ class Segment:
     def blocks(self) -> int:
         """Block scales."""
         return self.width // self.scale.block if self.scale else 0
+
+    @property
+    def limit(self) -> float:
+        """Magnitude that values are cut to: no product of a stored code and scale overflows.
+
+        element.max times the largest power of two that fp32 has for it; 0 for 16-bit floats.
+        """
+        if self.element is None:
+            return 0.0
+        return self.element.max * 2.0 ** math.floor(math.log2(FP32_MAX / self.element.max))
 
     @property
     def quant_max(self) -> float | None:

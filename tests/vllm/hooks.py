@@ -55,7 +55,6 @@ def record_cache(llm: Any) -> dict[str, Any]:
             getattr(layer.impl, "mla_quant", layer.impl.mla_records).workspace is not None
             for layer in found
         ),
-        "compiles": True,
     }
 
 

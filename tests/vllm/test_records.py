@@ -140,7 +140,7 @@ def test_records_alone(vllm) -> None:
     assert found["shapes"] == [[16, size]] * 4
     # A page of 16 tokens takes what its records take, so that as many more fit.
     assert found["page_bytes"] == [16 * size] * 4
-    assert found["reserved"] and found["compiles"]
+    assert found["reserved"]
 
 
 @pytest.fixture(scope="session")
