@@ -33,6 +33,8 @@ _E4M3_MANTISSA_BITS = tl.constexpr(E4M3.mantissa_bits)
 _SMALLEST_NORMAL_FP32 = tl.constexpr(2.0**-126)
 
 
+_FAR = tl.constexpr(2.0**64)
+
 LEAST_ORDINARY = tl.constexpr(1e-30)
 LARGEST_ORDINARY = tl.constexpr(1e30)
 """See `scale_is_ordinary`."""
@@ -138,7 +140,7 @@ def scale_is_ordinary(g):
 
 
 @triton.jit
-def _reciprocal(x):
+def reciprocal(x):
     """`1 / x`, correctly rounded, for x well inside fp32's range.
 
     What ptxas makes of `rcp.rn.f32` there, without the branch that looks whether x is.
@@ -165,16 +167,31 @@ def bounded_quotient(
     """
     if ORDINARY and not INTERPRETED:
         # For divisor 0 any finite reciprocal does: x is 0.
-        reciprocal = _reciprocal(tl.maximum(divisor, _SMALLEST_NORMAL_FP32))
+        inverse = reciprocal(tl.maximum(divisor, _SMALLEST_NORMAL_FP32))
         if KEEP_NAN:
             x = tl.minimum(magnitude, LARGEST * divisor, propagate_nan=tl.PropagateNan.ALL)
         else:
             x = tl.minimum(magnitude, LARGEST * divisor)
-        y = x * reciprocal
-        return tl.fma(tl.fma(y, -divisor, x), reciprocal, y)
+        y = x * inverse
+        return tl.fma(tl.fma(y, -divisor, x), inverse, y)
     else:
         # Only x / inf is 0 for every x.
         return _clamp(tl.div_rn(magnitude, tl.where(divisor > 0, divisor, float("inf"))), LARGEST)
+
+
+@triton.jit
+def any_quotient(magnitude, divisor, LARGEST: tl.constexpr, ORDINARY: tl.constexpr):
+    """`min(magnitude / divisor, LARGEST)` for any fp32 divisor above 0, without a branch.
+
+    Correctly rounded wherever the quotient is a normal number. Where the divisor is not above 0, or
+    the magnitude is NaN, the result is any number.
+    """
+    if not ORDINARY and not INTERPRETED:
+        # A power of two for both: exact, save where the quotient is 0 in any code or too large.
+        factor = tl.where(divisor < 1 / _FAR, _FAR, tl.where(divisor > _FAR, 1 / _FAR, 1.0))
+        magnitude *= factor
+        divisor *= factor
+    return bounded_quotient(magnitude, divisor, LARGEST, ORDINARY or not INTERPRETED, False)
 
 
 @triton.jit

@@ -16,12 +16,13 @@ import triton.language as tl
 
 from mla_quant.formats import E2M1, E4M3, UE8M0, ElementFormat
 from mla_quant.kernels.numerics import (
-    E2M1_CARRY_CODE,
     E4M3_CARRY_CODE,
-    bounded_quotient,
-    carried_e2m1_code,
+    INTERPRETED,
+    any_quotient,
     carried_e4m3_code,
+    reciprocal,
     round_e4m3_magnitude,
+    with_sign,
 )
 from mla_quant.kernels.operand_cache import decode_e4m3, encode_e4m3
 from mla_quant.records import RecordFormat, Segment
@@ -44,9 +45,8 @@ _UE8M0_NAN = tl.constexpr(UE8M0.nan_code)
 _E2M1_SIGN = tl.constexpr(1 << (E2M1.bits - 1))
 _E2M1_MAGNITUDE = tl.constexpr((1 << (E2M1.bits - 1)) - 1)
 _E2M1_SIGN_SHIFT = tl.constexpr(32 - E2M1.bits)
-_E2M1_OTHERS = tl.constexpr(~_E2M1_MAGNITUDE.value)
 _E4M3_MAGNITUDE = tl.constexpr((1 << (E4M3.bits - 1)) - 1)
-_E4M3_OTHERS = tl.constexpr(~_E4M3_MAGNITUDE.value)
+_E4M3_SIGN = tl.constexpr(1 << (E4M3.bits - 1))
 _E4M3_SIGN_SHIFT = tl.constexpr(32 - E4M3.bits)
 _FP32_MANTISSA_BITS = tl.constexpr(23)
 _FP32_MANTISSA = tl.constexpr((1 << 23) - 1)
@@ -55,6 +55,15 @@ _SMALLEST_UE8M0_BITS = tl.constexpr(1 << 22)
 # Exponent fields of x and of its reciprocal add up to this, for powers of two.
 _RECIPROCAL_BITS = tl.constexpr((2 * 127) << 23)
 _E2M1_SHIFT = tl.constexpr(23 - E2M1.mantissa_bits)
+ROUGH_ABOVE = tl.constexpr(1.5 * 2.0**10)
+"""See `quotient`."""
+# A sum with it is rounded to an integer, ties to even, which its lowest bits hold.
+_TO_INTEGER_BITS = 0x4B400000
+_TO_INTEGER = tl.constexpr(1.5 * 2.0**23)
+_E2M1_LARGEST_INTEGER = tl.constexpr(_TO_INTEGER_BITS + E2M1.largest_code)
+_SUM_OF_INTEGERS = tl.constexpr(sum(_TO_INTEGER_BITS << 4 * i for i in range(8)) & 0x7FFFFFFF)
+_SIGNS = tl.constexpr(-0x77777778)
+_UNBOUNDED = tl.constexpr(2.0**127)
 # Moves E2M1's exponents to where fp32 has them.
 _FROM_E2M1_UNIT = tl.constexpr(2.0 ** (127 - E2M1.bias))
 
@@ -177,9 +186,9 @@ def _fp32(x: float) -> float:
 
 @triton.jit
 def token_offset(slot, page_stride, PAGE_SIZE: tl.constexpr):
-    """Offset of the page of int64 `slot` from the cache's start, int64, and the place in it."""
+    """Offset of the page of `slot` from the cache's start, int64, and the place in it."""
     page = slot // PAGE_SIZE
-    return page * page_stride, slot - page * PAGE_SIZE
+    return page.to(tl.int64) * page_stride, slot - page * PAGE_SIZE
 
 
 # --- codes of scales
@@ -216,16 +225,24 @@ def load_scale(base, place, number, SCALE: tl.constexpr, mask):
 
 
 @triton.jit
-def choose_scale(amax, outer, SCALE: tl.constexpr, LARGEST: tl.constexpr):
+def choose_scale(amax, outer, SCALE: tl.constexpr, LARGEST: tl.constexpr, ORDINARY: tl.constexpr):
     """What a writer stores for groups of largest magnitude `amax`: fp32 value and its byte.
 
-    `outer` multiplies the stored scale when it is read. Without a byte (fp32 scales) the second
+    `outer` multiplies the stored scale when it is read; None is 1. ORDINARY:
+    `numerics.scale_is_ordinary` holds for it. Without a byte (fp32 scales) the second
     result is the value itself. `amax` must hold no NaN.
     """
     if SCALE.reciprocal > 0.0:
         exact = amax * SCALE.reciprocal
     else:
-        exact = tl.div_rn(amax, LARGEST * outer)
+        whole = tl.full([], LARGEST, tl.float32)
+        if outer is not None:
+            whole *= outer
+        if SCALE.rounding == _UNROUNDED:
+            exact = tl.div_rn(amax, whole)
+        else:
+            most: tl.constexpr = _E4M3_MAX if SCALE.code == IS_E4M3 else _UNBOUNDED
+            exact = any_quotient(amax, whole, most, ORDINARY)
     exact = tl.maximum(exact, SCALE.floor)
     if SCALE.rounding == _UNROUNDED:
         return exact, exact
@@ -263,44 +280,160 @@ def nan_scale(value, code, poisoned, SCALE: tl.constexpr):
 
 @triton.jit
 def quotient(
-    magnitude, divisor, LARGEST: tl.constexpr, EXACT: tl.constexpr, ORDINARY: tl.constexpr
+    x,
+    divisor,
+    ELEMENT: tl.constexpr,
+    LARGEST: tl.constexpr,
+    EXACT: tl.constexpr,
+    ROUGH: tl.constexpr,
+    ORDINARY: tl.constexpr,
 ):
-    """`min(magnitude / divisor, LARGEST)`, the quotient correctly rounded.
+    """`x / divisor` for `element_words`: what rounds to the same element.
 
     EXACT: divisors are powers of two, so that the product with a reciprocal is the quotient.
-    ORDINARY: they are 0 or `numerics.scale_is_ordinary`. Where a divisor is not above 0 the result
-    is any number.
+    ROUGH: x is bfloat16, divisors are E4M3 scales, elements E2M1. Quotients are then halfway
+    between elements or off by 2^-8 of them. Adding `ROUGH_ABOVE`, which the result keeps, makes
+    multiples of 2^-13 of them, as halfway numbers are, and so removes the error of multiplying by
+    a reciprocal.
+    ORDINARY: divisors are 0 or `numerics.scale_is_ordinary`. Where a divisor is not above 0 the
+    result is any number.
     """
     if EXACT:
         bits = _RECIPROCAL_BITS - divisor.to(tl.int32, bitcast=True)
-        return tl.minimum(magnitude * bits.to(tl.float32, bitcast=True), LARGEST)
+        ratio = x * bits.to(tl.float32, bitcast=True)
     else:
-        return bounded_quotient(magnitude, divisor, LARGEST, ORDINARY, KEEP_NAN=False)
+        ratio = tl.abs(x)
+        if ROUGH:
+            divisor = tl.where(divisor > 0, divisor, 1.0)
+            if INTERPRETED:
+                ratio = ratio * tl.div_rn(1.0, divisor) + ROUGH_ABOVE
+            else:
+                ratio = ratio * reciprocal(divisor) + ROUGH_ABOVE
+        else:
+            ratio = any_quotient(ratio, divisor, LARGEST, ORDINARY)
+        if ELEMENT != IS_E2M1:
+            ratio = with_sign(ratio, x)
+    return ratio
 
 
 @triton.jit
-def encode_elements(magnitude, x, ELEMENT: tl.constexpr):
-    """Codes, int32, of the elements nearest to `magnitude`, with the signs of fp32 `x`.
+def _e2m1_code(x, ABOVE: tl.constexpr):
+    """Codes of the elements nearest to x - ABOVE, at least 0, plus `_TO_INTEGER_BITS`.
 
-    `magnitude` is fp32, from 0 to the largest element; the code of NaN is any. Bits above those of
-    a code mean nothing.
+    Codes are the nearest integers to 2x up to 2, to x + 2 up to 4, to x / 2 + 4 up to 6: the least
+    of them is the code, and sums this large are rounded to integers.
     """
-    signs = x.to(tl.int32, bitcast=True)
-    if ELEMENT == IS_E2M1:
-        code = carried_e2m1_code(magnitude) - E2M1_CARRY_CODE
-        return (code & _E2M1_MAGNITUDE) | ((signs >> _E2M1_SIGN_SHIFT) & _E2M1_OTHERS)
-    else:
-        code = carried_e4m3_code(magnitude) - E4M3_CARRY_CODE
-        return (code & _E4M3_MAGNITUDE) | ((signs >> _E4M3_SIGN_SHIFT) & _E4M3_OTHERS)
+    fine = tl.fma(x, 2.0, _TO_INTEGER - 2 * ABOVE).to(tl.int32, bitcast=True)
+    medium = (x + (_TO_INTEGER + 2 - ABOVE)).to(tl.int32, bitcast=True)
+    coarse = tl.fma(x, 0.5, _TO_INTEGER + 4 - ABOVE / 2).to(tl.int32, bitcast=True)
+    # As integers, of which three are compared at once.
+    return tl.minimum(tl.minimum(fine, medium), tl.minimum(coarse, _E2M1_LARGEST_INTEGER))
 
 
 @triton.jit
-def nan_code(ELEMENT: tl.constexpr):
-    """Code of NaN; that of 0 where an element has none."""
+def _eighths(x):
+    """The eight [parts, tokens] of [parts, tokens, 8]."""
+    parts: tl.constexpr = x.shape[0]
+    tokens: tl.constexpr = x.shape[1]
+    even, odd = tl.split(tl.reshape(x, [parts, tokens, 4, 2]))
+    x04, x26 = tl.split(tl.reshape(even, [parts, tokens, 2, 2]))
+    x15, x37 = tl.split(tl.reshape(odd, [parts, tokens, 2, 2]))
+    x0, x4 = tl.split(x04)
+    x1, x5 = tl.split(x15)
+    x2, x6 = tl.split(x26)
+    x3, x7 = tl.split(x37)
+    return x0, x1, x2, x3, x4, x5, x6, x7
+
+
+@triton.jit
+def _e2m1_words(ratio, x, ABOVE: tl.constexpr):
+    """int32 [parts, tokens, 1] of eight codes each: those of `_e2m1_code`, with the signs of x."""
+    codes = _eighths(_e2m1_code(ratio, ABOVE))
+    bits = _eighths(x.to(tl.uint32, bitcast=True))
+    word = codes[7]
+    sign = bits[7] >> _E2M1_SIGN_SHIFT
+    for i in tl.static_range(1, 8):
+        word = (word << 4) + codes[7 - i]
+        sign = (sign << 4) | (bits[7 - i] >> _E2M1_SIGN_SHIFT)
+    word = ((word - _SUM_OF_INTEGERS) & 0x77777777) | (sign.to(tl.int32, bitcast=True) & _SIGNS)
+    return tl.expand_dims(word, 2)
+
+
+@triton.jit
+def _e4m3_code(x, KEEP_NAN: tl.constexpr):
+    """Code, int32, of the element nearest to fp32 x."""
+    magnitude = tl.minimum(tl.abs(x), _E4M3_MAX)
+    code = carried_e4m3_code(magnitude) - E4M3_CARRY_CODE
+    sign = x.to(tl.int32, bitcast=True) >> _E4M3_SIGN_SHIFT
+    code = (code & _E4M3_MAGNITUDE) | (sign & _E4M3_SIGN)
+    if KEEP_NAN:
+        code = tl.where(x == x, code, _E4M3_NAN)
+    return code
+
+
+@triton.jit
+def _e4m3_words(x, CONVERTS: tl.constexpr, KEEP_NAN: tl.constexpr):
+    """int32 [..., 2] of four codes each; x is [parts, tokens, 8]."""
+    if KEEP_NAN and CONVERTS:
+        # Without the sign, which its code has not either.
+        x = tl.where(x == x, x, float("nan"))
+    parts: tl.constexpr = x.shape[0]
+    tokens: tl.constexpr = x.shape[1]
+    even, odd = tl.split(tl.reshape(x, [parts, tokens, 4, 2]))
+    first, third = tl.split(tl.reshape(even, [parts, tokens, 2, 2]))
+    second, fourth = tl.split(tl.reshape(odd, [parts, tokens, 2, 2]))
+    if CONVERTS and not INTERPRETED:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b16 low, high;
+            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+            mov.b32 $0, {low, high};
+            }""",
+            "=r,f,f,f,f",
+            [first, second, third, fourth],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        low = _e4m3_code(first, KEEP_NAN) | (_e4m3_code(second, KEEP_NAN) << 8)
+        high = _e4m3_code(third, KEEP_NAN) | (_e4m3_code(fourth, KEEP_NAN) << 8)
+        return low | (high << 16)
+
+
+@triton.jit
+def element_words(
+    ratio,
+    x,
+    ELEMENT: tl.constexpr,
+    CONVERTS: tl.constexpr,
+    KEEP_NAN: tl.constexpr = False,
+    ABOVE: tl.constexpr = 0.0,
+):
+    """int32 [parts, tokens, words] of the codes nearest to fp32 [parts, tokens, 8], saturating.
+
+    Args:
+        ratio: What to encode, from `quotient`: with its sign, or for E2M1 the magnitude plus ABOVE.
+        x: Has the signs.
+        ELEMENT: Of which code.
+        CONVERTS: The GPU converts to E4M3.
+        KEEP_NAN: E4M3 codes of NaN are NaN; else they are any.
+        ABOVE: What is to be taken off `ratio`, for E2M1.
+    """
+    if ELEMENT == IS_E2M1:
+        return _e2m1_words(ratio, x, ABOVE)
+    else:
+        return _e4m3_words(ratio, CONVERTS, KEEP_NAN)
+
+
+@triton.jit
+def nan_word(ELEMENT: tl.constexpr):
+    """A word of codes of NaN; of 0 where an element has none."""
     if ELEMENT == IS_E2M1:
         return 0
     else:
-        return _E4M3_NAN
+        return _E4M3_NAN * 0x1010101
 
 
 @triton.jit

@@ -14,22 +14,24 @@ import triton.language as tl
 from torch import Tensor
 
 from mla_quant.errors import RecordError
+from mla_quant.kernels.decode_shapes import device_properties
 from mla_quant.kernels.numerics import (
     INTERPRETED,
-    LARGEST_ORDINARY,
-    LEAST_ORDINARY,
+    any_quotient,
+    reciprocal,
     round_to_dtype,
 )
 from mla_quant.kernels.record_fields import (
     AS_IS,
     IS_E2M1,
     IS_E4M3,
+    ROUGH_ABOVE,
     TRITON_DTYPES,
     choose_scale,
     describe,
-    encode_elements,
-    nan_code,
+    element_words,
     nan_scale,
+    nan_word,
     quotient,
     token_offset,
 )
@@ -41,11 +43,20 @@ RopeStyle = Literal["pairs", "halves"]
 
 _STYLES: dict[str | None, int] = {None: 0, "pairs": 1, "halves": 2}
 _BFLOAT16_MAX = tl.constexpr(torch.finfo(torch.bfloat16).max)
-_INFINITY_BITS = tl.constexpr(0x7F800000)
+# Above any block's amax by its token's outer scale, which may be a subnormal number.
+_FAR_ABOVE = tl.constexpr(8192.0)
+# Values that a thread reads at once: 16 bytes of a 16-bit type.
+_PART = tl.constexpr(8)
 _PAIRS = tl.constexpr(_STYLES["pairs"])
 
-_TOKENS = 8
-_WARPS = 2
+# Between its inverse and this, no remainder of a division by a scale of the layer underflows.
+_ORDINARY = 2.0**60
+# Compute capability, times 10, from which on there is an instruction that rounds to E4M3.
+_CONVERTS_SINCE = 89
+
+# A warp that is a program of its own needs no shared memory and no barriers.
+_TOKENS = 4
+_WARPS = 1
 
 
 @triton.jit
@@ -54,15 +65,82 @@ def _saturated(x, LARGEST: tl.constexpr):
 
 
 @triton.jit
+def _joined(first, second):
+    """Words of eight values side by side with those of the next eight."""
+    words: tl.constexpr = first.shape[2]
+    both = tl.permute(tl.join(first, second), [0, 1, 3, 2])
+    return tl.reshape(both, [first.shape[0], first.shape[1], 2 * words])
+
+
+@triton.jit
+def _store_words(at, words, mask, ALIGNED: tl.constexpr):
+    """Store int32 [parts, tokens, words], a token's consecutive from byte pointers [tokens] on."""
+    count: tl.constexpr = words.shape[2]
+    number = tl.arange(0, words.shape[0])[:, None, None] * count
+    number += tl.arange(0, count)[None, None, :]
+    at = at[None, :, None]
+    if ALIGNED:
+        at = at.to(tl.pointer_type(tl.int32))
+        tl.store(at + number, words, mask=mask)
+    else:
+        for byte in tl.static_range(4):
+            tl.store(at + (number * 4 + byte), (words >> (8 * byte)).to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def _largest(first, second, NUMBERS: tl.constexpr):
+    """Largest magnitudes [parts, tokens] of both.
+
+    NUMBERS: among numbers; else NaN, whose bits are those of the largest integers, is the largest.
+    """
+    x = tl.abs(first)
+    if NUMBERS and INTERPRETED:  # whose maximum keeps NaN
+        x = tl.where(x == x, x, 0.0)
+        if second is not None:
+            x = tl.maximum(x, tl.where(second == second, tl.abs(second), 0.0))
+        return tl.max(x, 2)
+    elif NUMBERS:
+        if second is not None:
+            x = tl.maximum(x, tl.abs(second))
+        x = tl.max(x, 2)
+        return tl.where(x == x, x, 0.0)
+    else:
+        if second is not None:
+            x = tl.maximum(x, tl.abs(second), propagate_nan=tl.PropagateNan.ALL)
+        return tl.max(x.to(tl.int32, bitcast=True), 2).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _of_blocks(x, PARTS: tl.constexpr):
+    """Largest of each PARTS neighbours, as integers, of positive fp32 [parts, tokens]."""
+    if PARTS == 1:
+        return x
+    bits = tl.reshape(x.to(tl.int32, bitcast=True), [x.shape[0] // PARTS, PARTS, x.shape[1]])
+    return tl.max(bits, 1).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _repeated(x, PARTS: tl.constexpr):
+    """[blocks, tokens] as [blocks · PARTS, tokens, 1]."""
+    if PARTS > 1:
+        wide = tl.broadcast_to(x[:, None, :], [x.shape[0], PARTS, x.shape[1]])
+        x = tl.reshape(wide, [x.shape[0] * PARTS, x.shape[1]])
+    return x[:, :, None]
+
+
+@triton.jit
 def _store_segment(
     base,
     place,
     live,
-    x,
+    first,
+    second,
     outer,
     SEGMENT: tl.constexpr,
-    PADDED: tl.constexpr,
+    DTYPE: tl.constexpr,
     ORDINARY: tl.constexpr,
+    CONVERTS: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     """Scales and codes of fp32 rows.
 
@@ -70,107 +148,163 @@ def _store_segment(
         base: Pointers [tokens] to the starts of pages.
         place: Places in them.
         live: Which tokens to store.
-        x: [tokens, PADDED, block], or [tokens, PADDED] without block scales; 0 past the segment.
-        outer: Scale of the layer.
+        first: [parts, tokens, 8], 0 past the segment; tokens are no outer axis, so that a warp's
+            lanes read and write neighbouring parts of one token.
+        second: The eight values after each of those, so that one thread has a block of 16; None if
+            they are part of `first`.
+        outer: Scale of the layer; None is 1.
         SEGMENT: `SegmentFields`, of a coded segment.
-        PADDED: Blocks (or values) of x.
-        ORDINARY: `numerics.scale_is_ordinary(outer)` holds.
+        DTYPE: Which the values come from.
+        ORDINARY: The scale of the layer is; see `_ORDINARY`.
+        CONVERTS: See `element_words`.
+        ALIGNED: Pages start at multiples of 4 bytes.
     """
-    magnitude = tl.abs(x)
+    SIZE: tl.constexpr = _PART if second is None else 2 * _PART
+    TOKENS: tl.constexpr = first.shape[1]
+    WIDE: tl.constexpr = first.shape[0]
     SCALE: tl.constexpr = SEGMENT.scale
+    part = tl.arange(0, WIDE)
+    mask = live[None, :, None]
+    if SEGMENT.width < WIDE * SIZE:
+        mask &= (part * SIZE < SEGMENT.width)[:, None, None]
+    words_at = base + SEGMENT.at + place * SEGMENT.stride
+    aligned: tl.constexpr = ALIGNED and SEGMENT.at % 4 == 0 and SEGMENT.stride % 4 == 0
     if SCALE is not None:
-        group = tl.arange(0, PADDED)
+        PARTS: tl.constexpr = SCALE.block // SIZE
+        # NaN where a block has any; its amax is not used then.
+        amax = _of_blocks(_largest(first, second, False), PARTS)
+        poisoned = amax != amax
         if SEGMENT.outer_at >= 0:
-            numbers = tl.where(x == x, tl.minimum(magnitude, SEGMENT.limit), 0.0)
-            amax = tl.max(numbers, 2, keep_dims=True)
-            poisoned = tl.max((x != x).to(tl.int32), 2, keep_dims=True) > 0
-            largest = tl.max(amax, 1, keep_dims=True)
-            own = largest * SEGMENT.outer_reciprocal
-            at = base + SEGMENT.outer_at + place * SEGMENT.outer_stride
-            tl.store(at.to(tl.pointer_type(tl.float32)), tl.reshape(own, [x.shape[0]]), mask=live)
-            amax = tl.div_rn(amax, tl.where(own == 0, 1.0, own))
-        else:
-            # As integers, among which NaN are the largest.
-            top = tl.max(magnitude.to(tl.int32, bitcast=True), 2, keep_dims=True)
-            poisoned = top > _INFINITY_BITS
-            # The amax of a group with NaN is not used.
-            amax = tl.where(poisoned, 0, top).to(tl.float32, bitcast=True)
+            amax = _of_blocks(_largest(first, second, True), PARTS)
             amax = tl.minimum(amax, SEGMENT.limit)
-        value, stored = choose_scale(amax, outer, SCALE, SEGMENT.largest)
+            own = tl.max(amax, 0, keep_dims=True) * SEGMENT.outer_reciprocal
+            at = base + SEGMENT.outer_at + place * SEGMENT.outer_stride
+            tl.store(at.to(tl.pointer_type(tl.float32)), tl.reshape(own, [TOKENS]), mask=live)
+            amax = any_quotient(amax, tl.where(own == 0, 1.0, own), _FAR_ABOVE, False)
+        else:
+            amax = tl.where(poisoned, 0.0, tl.minimum(amax, SEGMENT.limit))
+        value, stored = choose_scale(amax, outer, SCALE, SEGMENT.largest, ORDINARY)
         value, stored = nan_scale(value, stored, poisoned, SCALE)
         divisor = value
         if SEGMENT.outer_at >= 0:
             divisor = divisor * own
-        divisor = divisor * outer
-        by_reciprocal: tl.constexpr = SCALE.power_of_two and SEGMENT.outer_at < 0
-        bounded: tl.constexpr = ORDINARY and SCALE.code == IS_E4M3 and SEGMENT.outer_at < 0
-        if not bounded or INTERPRETED:
-            magnitude = tl.minimum(magnitude, SEGMENT.limit)
-        ratio = quotient(magnitude, divisor, SEGMENT.largest, by_reciprocal, bounded)
-        code = encode_elements(ratio, x, SEGMENT.element)
-        # A divisor of 0 gives 0 without a sign, one that is NaN gives NaN.
-        special = tl.where(divisor == 0, 0, nan_code(SEGMENT.element))
+        if outer is not None:
+            divisor = divisor * outer
 
+        block = tl.arange(0, WIDE // PARTS)
         stride: tl.constexpr = SCALE.blocks // SCALE.interleave
-        slot = group % SCALE.interleave * stride + group // SCALE.interleave
-        at = base[:, None] + SCALE.at + (place * SCALE.stride)[:, None]
-        at += (slot * SCALE.bytes_each)[None, :]
-        stored = tl.reshape(stored, [x.shape[0], PADDED])
-        mask = live[:, None] & (group < SCALE.blocks)[None, :]
+        slot = block % SCALE.interleave * stride + block // SCALE.interleave
+        at = base + SCALE.at + place * SCALE.stride
+        there = live[None, :]
+        if SCALE.blocks < WIDE // PARTS:
+            there &= (block < SCALE.blocks)[:, None]
         if SCALE.code == AS_IS:
-            tl.store(at.to(tl.pointer_type(tl.float32)), stored, mask=mask)
+            at = at.to(tl.pointer_type(tl.float32))
+            tl.store(at[None, :] + slot[:, None], stored, mask=there)
         else:
-            tl.store(at, stored.to(tl.uint8), mask=mask)
-        start = base[:, None, None] + SEGMENT.at + (place * SEGMENT.stride)[:, None, None]
-        mask = live[:, None, None] & (group < SCALE.blocks)[None, :, None]
-        if SEGMENT.element == IS_E2M1:
-            HALF: tl.constexpr = SCALE.block // 2
-            low, high = tl.split(tl.reshape(code, [x.shape[0], PADDED, HALF, 2]))
-            byte = group[None, :, None] * HALF + tl.arange(0, HALF)[None, None, :]
-            pair = tl.where(divisor > 0, (low & 0xF) | (high << 4), special)
-            tl.store(start + byte, pair.to(tl.uint8), mask=mask)
-        else:
-            lane = tl.arange(0, SCALE.block)
-            byte = group[None, :, None] * SCALE.block + lane[None, None, :]
-            code = tl.where(divisor > 0, code, special)
-            tl.store(start + byte, code.to(tl.uint8), mask=mask)
+            tl.store(at[None, :] + slot[:, None], stored.to(tl.uint8), mask=there)
+
+        alone: tl.constexpr = SEGMENT.outer_at < 0 and outer is None
+        exact: tl.constexpr = SCALE.power_of_two and alone
+        e4m3_scales: tl.constexpr = SCALE.code == IS_E4M3
+        rough: tl.constexpr = (
+            alone and e4m3_scales and SEGMENT.element == IS_E2M1 and tl.bfloat16 == DTYPE
+        )
+        bounded: tl.constexpr = ORDINARY and e4m3_scales and SEGMENT.outer_at < 0
+        divisor = _repeated(divisor, PARTS)
+        # A divisor of 0 gives 0 without a sign, one that is NaN gives NaN.
+        special = tl.where(divisor == 0, 0, nan_word(SEGMENT.element))
+        words = _divided(first, divisor, special, SEGMENT, exact, rough, bounded, CONVERTS)
+        if second is not None:
+            more = _divided(second, divisor, special, SEGMENT, exact, rough, bounded, CONVERTS)
+            words = _joined(words, more)
     else:
         tl.static_assert(SEGMENT.element == IS_E4M3, "only E4M3 is stored without block scales")
-        feature = tl.arange(0, PADDED)
-        code = encode_elements(tl.minimum(magnitude, SEGMENT.largest), x, SEGMENT.element)
-        code = tl.where(x == x, code, nan_code(SEGMENT.element))
-        at = base[:, None] + SEGMENT.at + (place * SEGMENT.stride)[:, None] + feature[None, :]
-        mask = live[:, None] & (feature < SEGMENT.width)[None, :]
-        tl.store(at, code.to(tl.uint8), mask=mask)
+        tl.static_assert(second is None, "parts of a segment without scales come in one tensor")
+        words = element_words(first, first, SEGMENT.element, CONVERTS, KEEP_NAN=True)
+    _store_words(words_at, words, mask, aligned)
 
 
 @triton.jit
-def _rotated(
-    x, partner, cos_sin, position, live, feature, STYLE: tl.constexpr, WIDTH: tl.constexpr
+def _divided(
+    x,
+    divisor,
+    special,
+    SEGMENT: tl.constexpr,
+    EXACT: tl.constexpr,
+    ROUGH: tl.constexpr,
+    ORDINARY: tl.constexpr,
+    CONVERTS: tl.constexpr,
 ):
+    """Words of codes of x / divisor; those of a divisor that is not above 0 are `special`."""
+    ratio = quotient(x, divisor, SEGMENT.element, SEGMENT.largest, EXACT, ROUGH, ORDINARY)
+    above: tl.constexpr = ROUGH_ABOVE if ROUGH else 0.0
+    codes = element_words(ratio, x, SEGMENT.element, CONVERTS, ABOVE=above)
+    return tl.where(divisor > 0, codes, special)
+
+
+@triton.jit
+def _rotated_pairs(x, cos, sin):
+    """Rotary embedding in fp32 of [tokens, features], 2i with 2i + 1."""
+    even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+    mixed = tl.join(even * cos - odd * sin, odd * cos + even * sin)
+    return tl.reshape(mixed, [x.shape[0], x.shape[1]])
+
+
+@triton.jit
+def _rotated_halves(x, partner, cos, sin, first):
     """Rotary embedding in fp32 of [tokens, features]; `partner` is what a feature mixes with."""
-    if STYLE == _PAIRS:
-        angle = feature // 2
-        first = feature % 2 == 0
-    else:
-        angle = feature % (WIDTH // 2)
-        first = feature < WIDTH // 2
-    at = cos_sin + (position * WIDTH)[:, None] + angle[None, :]
-    mask = live[:, None] & (feature < WIDTH)[None, :]
-    cos = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    sin = tl.load(at + WIDTH // 2, mask=mask, other=0.0).to(tl.float32)
     same, mixed = x * cos, partner * sin
     return tl.where(first[None, :], same - mixed, same + mixed)
 
 
 @triton.jit
-def _zero(base, place, live, AT: tl.constexpr, STRIDE: tl.constexpr, BYTES: tl.constexpr):
+def _zero(
+    base,
+    place,
+    live,
+    AT: tl.constexpr,
+    STRIDE: tl.constexpr,
+    BYTES: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
     """Write zeros where a record has no field."""
-    SPAN: tl.constexpr = triton.next_power_of_2(BYTES)
-    byte = tl.arange(0, SPAN)
-    at = (base + AT + place * STRIDE)[:, None] + byte[None, :]
-    mask = live[:, None] & (byte < BYTES)[None, :]
-    tl.store(at, tl.zeros([base.shape[0], SPAN], tl.uint8), mask=mask)
+    words: tl.constexpr = ALIGNED and AT % 4 == 0 and STRIDE % 4 == 0 and BYTES % 4 == 0
+    COUNT: tl.constexpr = BYTES // 4 if words else BYTES
+    DTYPE: tl.constexpr = tl.int32 if words else tl.uint8
+    at = (base + AT + place * STRIDE).to(tl.pointer_type(DTYPE))
+    zero = tl.zeros([base.shape[0], triton.next_power_of_2(COUNT)], DTYPE)
+    number = tl.arange(0, zero.shape[1])
+    mask = live[:, None] & (number < COUNT)[None, :]
+    tl.store(at[:, None] + number[None, :], zero, mask=mask)
+
+
+@triton.jit
+def _load_part(source, start, feature, exists, WIDTH: tl.constexpr):
+    """[parts, tokens, values] of rows from `start` on, 0 beyond WIDTH."""
+    mask = exists[None, :, None]
+    if feature.shape[0] * 2 * _PART > WIDTH:
+        mask &= feature < WIDTH
+    return tl.load(source + start[None, :, None] + feature, mask=mask, other=0.0)
+
+
+@triton.jit
+def _reciprocal_root(x):
+    """`1 / sqrt(x)`, each step correctly rounded; every root but these is well inside the range."""
+    root = tl.sqrt_rn(x)
+    if INTERPRETED:
+        return tl.div_rn(1.0, root)
+    else:
+        inverse = reciprocal(root)
+        return tl.where(root == 0, float("inf"), tl.where(root == float("inf"), 0.0, inverse))
+
+
+@triton.jit
+def _normed(x, inverse, weight, feature, WIDTH: tl.constexpr, DTYPE: tl.constexpr):
+    """fp32 x after the norm, in DTYPE."""
+    x = round_to_dtype(x * inverse, DTYPE).to(tl.float32)
+    gain = tl.load(weight + feature, mask=feature < WIDTH, other=0.0).to(tl.float32)
+    return round_to_dtype(x * gain, DTYPE)
 
 
 @triton.jit(do_not_specialize=["rows", "num_slots", "max_position"])
@@ -200,66 +334,75 @@ def _store_kernel(
     STYLE: tl.constexpr,
     LATENT_PADDED: tl.constexpr,
     ROPE_PADDED: tl.constexpr,
-    ROPE_BLOCKS: tl.constexpr,
+    CONVERTS: tl.constexpr,
+    ALIGNED: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """One program: TOKENS rows. LATENT_PADDED counts blocks, or values without block scales."""
+    """One program: TOKENS rows."""
     row = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     exists = row < rows
-    slot = tl.load(slots + row, mask=exists, other=-1).to(tl.int64)
-    live = exists & (slot >= 0) & (slot < num_slots)
-    start, place = token_offset(tl.where(live, slot, 0), page_stride, PAGE_SIZE)
-    base = cache + start
 
-    # The latent, its blocks as the last axis.
+    # Rows are read whether they are stored or not: a mask would have to wait for the slots.
     SEGMENT: tl.constexpr = FIELDS.latent
-    BLOCK: tl.constexpr = SEGMENT.scale.block if SEGMENT.scale is not None else 1
-    feature = tl.arange(0, LATENT_PADDED)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    inside = feature < SEGMENT.width
-    if NORM or normed is not None:
-        wanted = exists
-    else:
-        wanted = live
-    x = tl.load(
-        latent + (row * latent_stride)[:, None, None] + feature[None, :, :],
-        mask=wanted[:, None, None] & inside[None, :, :],
-        other=0.0,
-    )
-    DTYPE: tl.constexpr = x.dtype
-    x = x.to(tl.float32)
+    SIZE: tl.constexpr = 2 * _PART
+    feature = tl.arange(0, LATENT_PADDED // SIZE)[:, None, None] * SIZE
+    feature += tl.arange(0, _PART)[None, None, :]
+    first = _load_part(latent, row * latent_stride, feature, exists, SEGMENT.width)
+    second = _load_part(latent, row * latent_stride, feature + _PART, exists, SEGMENT.width)
+    DTYPE: tl.constexpr = first.dtype
+    slot = tl.load(slots + row, mask=exists, other=-1).to(tl.int64)
+    # Negative ones are the largest without a sign.
+    live = exists & (slot.to(tl.uint64, bitcast=True) < num_slots.to(tl.uint64))
+    slot = tl.where(live, slot, 0).to(num_slots.dtype)
+    start, place = token_offset(slot, page_stride, PAGE_SIZE)
+    base = cache + start
+    first, second = first.to(tl.float32), second.to(tl.float32)
     if NORM:
-        mean = tl.sum(tl.sum(x * x, 2, keep_dims=True), 1, keep_dims=True) / SEGMENT.width
-        x = round_to_dtype(x * tl.div_rn(1.0, tl.sqrt_rn(mean + epsilon)), DTYPE).to(tl.float32)
-        gain = tl.load(weight + feature, mask=inside, other=0.0).to(tl.float32)
-        x = round_to_dtype(x * gain[None, :, :], DTYPE)
+        total = tl.sum(
+            tl.sum(first * first + second * second, 2, keep_dims=True), 0, keep_dims=True
+        )
+        inverse = _reciprocal_root(total / SEGMENT.width + epsilon)
+        first = _normed(first, inverse, weight, feature, SEGMENT.width, DTYPE)
+        second = _normed(second, inverse, weight, feature + _PART, SEGMENT.width, DTYPE)
         if normed is not None:
-            tl.store(
-                normed + (row * SEGMENT.width)[:, None, None] + feature[None, :, :],
-                x,
-                mask=exists[:, None, None] & inside[None, :, :],
-            )
-        x = x.to(tl.float32)
-    if SEGMENT.scale is None:
-        x = tl.reshape(x, [TOKENS, LATENT_PADDED])
-    _store_segment(base, place, live, x, outer, SEGMENT, LATENT_PADDED, ORDINARY)
+            at = normed + (row * SEGMENT.width)[None, :, None] + feature
+            inside = exists[None, :, None] & (feature < SEGMENT.width)
+            tl.store(at, first, mask=inside)
+            tl.store(at + _PART, second, mask=inside)
+        first, second = first.to(tl.float32), second.to(tl.float32)
+    _store_segment(
+        base, place, live, first, second, outer, SEGMENT, DTYPE, ORDINARY, CONVERTS, ALIGNED
+    )
 
     ROPE: tl.constexpr = FIELDS.rope
     if ROPE is not None:
         part = tl.arange(0, ROPE_PADDED)
-        mask = exists[:, None] & (part < ROPE.width)[None, :]
+        mask = exists[:, None]
+        if ROPE.width < ROPE_PADDED:
+            mask &= (part < ROPE.width)[None, :]
         source = rope + (row * rope_stride)[:, None]
         y = tl.load(source + part[None, :], mask=mask, other=0.0)
         Y_DTYPE: tl.constexpr = y.dtype
         if STYLE != 0:
             HALF: tl.constexpr = ROPE.width // 2
-            if STYLE == _PAIRS:
-                other = part ^ 1
-            else:
-                other = (part + HALF) % ROPE.width
             position = tl.load(positions + row, mask=exists, other=0).to(tl.int64)
             known = exists & (position >= 0) & (position < max_position)
-            mixed = tl.load(source + other[None, :], mask=mask, other=0.0).to(tl.float32)
-            y = _rotated(y.to(tl.float32), mixed, cos_sin, position, known, part, STYLE, ROPE.width)
+            angles = cos_sin + (position * ROPE.width)[:, None]
+            if STYLE == _PAIRS:
+                angle = tl.arange(0, ROPE_PADDED // 2)
+            else:
+                angle = part % HALF
+            turned = known[:, None]
+            if ROPE.width < ROPE_PADDED:
+                turned &= (angle < HALF)[None, :]
+            cos = tl.load(angles + angle[None, :], mask=turned, other=0.0).to(tl.float32)
+            sin = tl.load(angles + HALF + angle[None, :], mask=turned, other=0.0).to(tl.float32)
+            if STYLE == _PAIRS:
+                y = _rotated_pairs(y.to(tl.float32), cos, sin)
+            else:
+                other = source + ((part + HALF) % ROPE.width)[None, :]
+                other = tl.load(other, mask=mask, other=0.0).to(tl.float32)
+                y = _rotated_halves(y.to(tl.float32), other, cos, sin, part < HALF)
             y = round_to_dtype(y, Y_DTYPE)
             if rotated is not None:
                 tl.store(rotated + (row * ROPE.width)[:, None] + part[None, :], y, mask=mask)
@@ -268,16 +411,13 @@ def _store_kernel(
                 if tl.bfloat16 == ROPE_DTYPE:
                     y = _saturated(y, _BFLOAT16_MAX)
                 y = round_to_dtype(y, ROPE_DTYPE)
-            at = base[:, None] + ROPE.at + (place * ROPE.stride)[:, None]
-            at = (at + (part * 2)[None, :]).to(tl.pointer_type(ROPE_DTYPE))
-            tl.store(at, y, mask=mask & live[:, None])
+            # A pointer to numbers before their places are added, which are consecutive then.
+            at = (base + ROPE.at + place * ROPE.stride).to(tl.pointer_type(ROPE_DTYPE))
+            tl.store(at[:, None] + part[None, :], y, mask=mask & live[:, None])
         else:
-            y = y.to(tl.float32)
-            if ROPE.scale is not None:
-                y = tl.reshape(y, [TOKENS, ROPE_BLOCKS, ROPE_PADDED // ROPE_BLOCKS])
-                _store_segment(base, place, live, y, 1.0, ROPE, ROPE_BLOCKS, True)
-            else:
-                _store_segment(base, place, live, y, 1.0, ROPE, ROPE_PADDED, True)
+            y = tl.reshape(y.to(tl.float32), [TOKENS, ROPE_PADDED // _PART, _PART])
+            y = tl.permute(y, [1, 0, 2])
+            _store_segment(base, place, live, y, None, None, ROPE, Y_DTYPE, True, CONVERTS, ALIGNED)
 
     for gap in tl.static_range(len(FIELDS.padding)):
         _zero(
@@ -287,6 +427,7 @@ def _store_kernel(
             FIELDS.padding[gap][0],
             FIELDS.padding[gap][1],
             FIELDS.padding[gap][2],
+            ALIGNED,
         )
 
 
@@ -432,9 +573,7 @@ def _launch(
     fmt = cache.format
     if not unique_slots:
         slots = first_of_each(slots)
-    segment, y = fmt.latent, parts.get("rope")
-    groups = segment.blocks or segment.width
-    rope_padded = triton.next_power_of_2(max(fmt.rope_width, 1))
+    y = parts.get("rope")
     arguments: dict[str, object] = {
         "weight": None,
         "epsilon": 0.0,
@@ -451,7 +590,7 @@ def _launch(
         rope=y,
         slots=slots,
         cache=cache.data,
-        outer=cache.outer_scale,
+        outer=None if cache.outer_scale == 1.0 else cache.outer_scale,
         rows=len(latent),
         num_slots=cache.num_slots,
         page_stride=cache.data.stride(0),
@@ -460,10 +599,11 @@ def _launch(
         FIELDS=describe(fmt, cache.page_size),
         PAGE_SIZE=cache.page_size,
         ROPE_DTYPE=TRITON_DTYPES[cache.rope_dtype],
-        ORDINARY=LEAST_ORDINARY.value < cache.outer_scale < LARGEST_ORDINARY.value,
-        LATENT_PADDED=triton.next_power_of_2(groups),
-        ROPE_PADDED=rope_padded,
-        ROPE_BLOCKS=fmt.rope.blocks if fmt.rope is not None else 0,
+        ORDINARY=1 / _ORDINARY < cache.outer_scale < _ORDINARY,
+        LATENT_PADDED=triton.next_power_of_2(fmt.latent.width),
+        ROPE_PADDED=triton.next_power_of_2(max(fmt.rope_width, 1)),
+        CONVERTS=device_properties(latent.device)[0] >= _CONVERTS_SINCE,
+        ALIGNED=not (cache.data.data_ptr() % 4 or cache.data.stride(0) % 4),
         TOKENS=_TOKENS,
         num_warps=_WARPS,
         # Products and sums of a rotation are rounded one by one, as separate steps round them.

@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from mla_quant.kernels import decode, operand_cache, prefill, record_decode
+from mla_quant.kernels import decode, operand_cache, prefill, record_decode, record_store
 from mla_quant.kernels.devices import shared_bytes
 from mla_quant.kernels.merge import merge_attention
 from mla_quant.kernels.record_store import norm_rotate_store, store_records
@@ -253,6 +253,7 @@ RECORD_FORMATS = {
 
 def record_calls(number: int) -> Iterator[Callable[[], object]]:
     record_decode.device_properties = lambda device: (number, 8)
+    record_store.device_properties = lambda device: (number, 8)
     slots = torch.zeros(8, dtype=torch.int64)
     table, lengths = torch.zeros(1, 4, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     for name in RECORD_FORMATS[number]:

@@ -149,6 +149,39 @@ def test_float16(device, name) -> None:
     check(cache, x, torch.arange(6, device=device))
 
 
+@pytest.mark.parametrize("name", ["nvfp4_fp8rope_352", "dsv41_fp8_528"])
+def test_pages_at_odd_addresses(device, name) -> None:
+    """Of formats whose fields are bytes."""
+    fmt = RECORDS[name]
+    wide = torch.full((4, fmt.page_bytes(8) + 3), PRESET, dtype=torch.uint8, device=device)
+    cache = RecordCache(wide[:, 1:-2], fmt, 8)
+    check(cache, rows(fmt, 9).bfloat16().to(device), torch.arange(9, device=device))
+    assert (wide[:, 0] == PRESET).all() and (wide[:, -2:] == PRESET).all()
+
+
+@pytest.mark.parametrize("name", ["nvfp4_ds_mla_432", "nvfp4_outer_304"])
+@pytest.mark.parametrize("outer", [1.0, 2.0**-5, 2.0**-100, 2.0**100])
+def test_halfway_values(device, name, outer) -> None:
+    """Under every E4M3 scale, bfloat16 numbers halfway between E2M1 ones, and their neighbours."""
+    fmt = RECORDS[name]
+    if fmt.outer_scale == "per token" and outer != 1:
+        pytest.skip("has no scale of a layer")
+    scales = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float() * outer
+    halfway = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    bits = (scales[:, None] * halfway).bfloat16().view(torch.int16)
+    near = torch.cat((bits - 1, bits, bits + 1), 1).view(torch.bfloat16)
+    largest = (6 * scales).bfloat16()[:, None]
+    x = torch.cat((near[:, :15], largest, -near[:, 6:], largest), 1)
+    x = torch.cat((x.flatten(), x.new_zeros(-x.numel() % 512))).view(-1, 512)
+    latent = x.to(device)
+    cache = new_cache(fmt, device, **({} if outer == 1 else {"outer_scale": outer}))
+    rope = None if fmt.rope is None else latent[:, : fmt.rope_width]
+    want, slots = copy(cache), torch.arange(len(x), device=device)
+    pack_into(want, latent, rope, slots)
+    store_records(cache, latent, rope, slots, unique_slots=True)
+    assert torch.equal(cache.data, want.data)
+
+
 def test_another_writer(device) -> None:
     fmt = RECORDS["fp8_ds_mla_656"].with_writer(UNROUNDED)
     check(new_cache(fmt, device), rows(fmt, 9).to(device), torch.arange(9, device=device))
