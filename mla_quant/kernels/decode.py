@@ -7,7 +7,6 @@ The kernels are in `decode_kernels` (portable Triton) and `decode_hopper` (Gluon
 from __future__ import annotations
 
 import functools
-import importlib
 import math
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -32,7 +31,8 @@ from mla_quant.kernels.decode_shapes import (
     operand_source,
 )
 from mla_quant.kernels.decode_shapes import device_properties as _device_properties
-from mla_quant.kernels.numerics import BLOCK, FORMAT_CODES, INTERPRETED
+from mla_quant.kernels.devices import hopper_module
+from mla_quant.kernels.numerics import BLOCK, FORMAT_CODES
 from mla_quant.kernels.operand_cache import (
     OperandLayout,
     check_amax,
@@ -172,7 +172,7 @@ def scratch_shapes(
         for c in (choose_configuration(rows, capability, source, size),)
     ]
     ranges = [shape.splits(batch, rows, capacity, multiprocessors) for shape in shapes]
-    hopper = _import_hopper() if capability == 90 and not INTERPRETED else None
+    hopper = hopper_module("decode_hopper", capability)
     if hopper is not None:
         ranges.append(hopper.SHAPE.splits(batch, rows, capacity, multiprocessors) + 1)
     dtype = {2: torch.bfloat16, 4: torch.float32}[element_bytes]
@@ -529,10 +529,10 @@ def _hopper(
 
     `q_dtype` is that of the product, `rows` are query tokens × heads of a sequence.
     """
-    if INTERPRETED or capability != 90 or rows <= _HOPPER_MORE_THAN_ROWS:
+    hopper = hopper_module("decode_hopper", capability)
+    if hopper is None or rows <= _HOPPER_MORE_THAN_ROWS:
         return None
-    hopper = _import_hopper()
-    if hopper is None or q_dtype != torch.bfloat16 or cache.dtype != torch.bfloat16:
+    if q_dtype != torch.bfloat16 or cache.dtype != torch.bfloat16:
         return None
     if (latent_width, rope_width) != (hopper.LATENT.value, hopper.ROPE.value):
         return None
@@ -550,15 +550,6 @@ def _hopper(
 _HOPPER_MORE_THAN_ROWS = 16
 # Copies to shared memory take 16 bytes.
 _COPIED_ELEMENTS = 8
-
-
-@functools.cache
-def _import_hopper() -> ModuleType | None:
-    """None where Triton has no Gluon, or one that this package does not know."""
-    try:
-        return importlib.import_module("mla_quant.kernels.decode_hopper")
-    except (ImportError, AttributeError):
-        return None
 
 
 _COMBINE_FEATURES = 128

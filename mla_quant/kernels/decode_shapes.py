@@ -247,19 +247,28 @@ def choose_splits(
 
 @dataclass(frozen=True)
 class ProgramShape:
-    """Work of one program of a kernel, and its costs in the sense of `choose_splits`."""
+    """Work of one program of a kernel, and its costs in the sense of `choose_splits`.
+
+    Attributes:
+        rows: Query rows of a program.
+        tokens: Tokens of a tile.
+        program_cost: See `choose_splits`.
+        split_cost: See `choose_splits`.
+        programs: How many share a multiprocessor.
+    """
 
     rows: int
     tokens: int
     program_cost: float = _PROGRAM_COST
     split_cost: float = _SPLIT_COST
+    programs: int = 1
 
     def splits(self, batch: int, rows: int, capacity: int, multiprocessors: int) -> int:
         """Ranges for sequences of some query rows and at most `capacity` tokens."""
         return choose_splits(
             batch * triton.cdiv(rows, self.rows),
             triton.cdiv(capacity, self.tokens),
-            multiprocessors,
+            multiprocessors * self.programs,
             self.program_cost,
             self.split_cost,
         )

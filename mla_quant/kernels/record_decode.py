@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mla_quant.errors import RecordError
 from mla_quant.kernels.decode_shapes import MAX_SPLITS, ProgramShape, device_properties
-from mla_quant.kernels.devices import shared_bytes
+from mla_quant.kernels.devices import hopper_module, shared_bytes
 from mla_quant.kernels.numerics import dot, round_to_dtype
 from mla_quant.kernels.record_fields import (
     TRITON_DTYPES,
@@ -437,11 +437,16 @@ def scratch_shapes(
         device: Where it runs.
     """
     rows = query_len * heads
-    splits = max(
-        _shape(rows, device, size).splits(batch, rows, capacity, device_properties(device)[1])
-        for size in (2, 4)
-    )
-    return _partial_shapes(splits, batch * rows, v_width)
+    capability, multiprocessors = device_properties(device)
+    splits = [
+        _shape(rows, device, size).splits(batch, rows, capacity, multiprocessors) for size in (2, 4)
+    ]
+    hopper = hopper_module("record_hopper", capability)
+    if hopper is not None:
+        splits += [
+            shape.splits(batch, rows, capacity, multiprocessors) for shape in hopper.shapes(rows)
+        ]
+    return _partial_shapes(max(splits), batch * rows, v_width)
 
 
 def _partial_shapes(
@@ -499,16 +504,25 @@ def _attend(
     rows = batch * query_len * heads
     if not rows:
         return out, lse
-    multiprocessors = device_properties(q.device)[1]
+    capability, multiprocessors = device_properties(q.device)
     # bfloat16 holds every code times its scale; float16 does not.
     dtype = torch.float32 if q.dtype == torch.float32 else torch.bfloat16
     plans = []
     for part in parts:
         own = part.query_len * heads
-        shape = _shape(own, q.device, dtype.itemsize)
+        fields = describe(part.cache.format, part.cache.page_size)
+        hopper = None
+        if dtype == torch.bfloat16:
+            hopper = hopper_module("record_hopper", capability)
+        chosen = None
+        if hopper is not None and hopper.serves(part.cache, fields):
+            chosen = hopper.configuration(own, fields)
+            shape = chosen.shape
+        else:
+            hopper, shape = None, _shape(own, q.device, dtype.itemsize)
         most = max(part.most, 1)
         splits = num_splits or shape.splits(part.number, own, most, multiprocessors)
-        plans.append((part, shape, triton.cdiv(own, shape.rows), splits))
+        plans.append((part, fields, hopper, chosen, shape, splits))
     ranges = sum(splits for *_, splits in plans)
     wanted = _partial_shapes(ranges, rows, width)
     if allocate is None:
@@ -518,42 +532,53 @@ def _attend(
     partial_out, partial_top, partial_total = scratch
     flat = q.flatten(0, 1)
     first = 0
-    for part, shape, row_blocks, splits in plans:
+    for part, fields, hopper, chosen, shape, splits in plans:
         cache = part.cache
-        split[(row_blocks * splits * part.number,)](
-            flat,
-            cache.data,
-            part.keys,
-            part.lengths,
-            partial_out,
-            partial_top,
-            partial_total,
-            scale * math.log2(math.e),
-            cache.outer_scale,
-            splits,
-            row_blocks,
-            first,
-            rows,
-            part.query_len,
-            part.most,
-            cache.num_slots,
-            flat.stride(0),
-            flat.stride(1),
-            part.keys.stride(0),
-            cache.data.stride(0),
-            HEADS=heads,
-            FIELDS=describe(cache.format, cache.page_size),
-            PAGE_SIZE=cache.page_size,
-            STORED_DTYPE=TRITON_DTYPES[cache.rope_dtype],
-            SPARSE=part.sparse,
-            CAUSAL=part.causal and part.query_len > 1,
-            SCALED=cache.outer_scale != 1.0,
-            DTYPE=TRITON_DTYPES[dtype],
-            ROWS=shape.rows,
-            TOKENS=shape.tokens,
-            num_warps=8 if shape.rows > 16 else 4,
-            num_stages=_stages(q.device),
-        )
+        row_blocks = triton.cdiv(part.query_len * heads, shape.rows)
+        arguments: dict[str, object] = {
+            "q": flat,
+            "keys": part.keys,
+            "lengths": part.lengths,
+            "partial_out": partial_out,
+            "partial_top": partial_top,
+            "partial_total": partial_total,
+            "scale_log2": scale * math.log2(math.e),
+            "outer": cache.outer_scale,
+            "num_splits": splits,
+            "row_blocks": row_blocks,
+            "first_range": first,
+            "partial_rows": rows,
+            "query_len": part.query_len,
+            "most": part.most,
+            "num_slots": cache.num_slots,
+            "q_token_stride": flat.stride(0),
+            "q_head_stride": flat.stride(1),
+            "key_stride": part.keys.stride(0),
+            "HEADS": heads,
+            "FIELDS": fields,
+            "PAGE_SIZE": cache.page_size,
+            "SPARSE": part.sparse,
+            "CAUSAL": part.causal and part.query_len > 1,
+            "SCALED": cache.outer_scale != 1.0,
+        }
+        grid = (row_blocks * splits * part.number,)
+        if hopper is not None and chosen is not None:
+            words = cache.data.view(torch.int32)
+            hopper.split_hopper[grid](
+                **arguments, **chosen.launch(), words=words, page_words=words.stride(0)
+            )
+        else:
+            split[grid](
+                **arguments,
+                cache=cache.data,
+                page_stride=cache.data.stride(0),
+                STORED_DTYPE=TRITON_DTYPES[cache.rope_dtype],
+                DTYPE=TRITON_DTYPES[dtype],
+                ROWS=shape.rows,
+                TOKENS=shape.tokens,
+                num_warps=8 if shape.rows > 16 else 4,
+                num_stages=_stages(q.device),
+            )
         first += splits
     combine[(rows,)](
         partial_out,

@@ -195,7 +195,7 @@ def token_offset(slot, page_stride, PAGE_SIZE: tl.constexpr):
 
 
 @triton.jit
-def _ue8m0_bits(code):
+def ue8m0_bits(code):
     """fp32 bits of UE8M0 codes; the smallest is a subnormal number."""
     bits = tl.where(code == 0, _SMALLEST_UE8M0_BITS, code << _FP32_MANTISSA_BITS)
     return tl.where(code == _UE8M0_NAN, _FP32_NAN, bits)
@@ -221,7 +221,7 @@ def load_scale(base, place, number, SCALE: tl.constexpr, mask):
     if SCALE.code == IS_E4M3:
         return decode_e4m3(code)
     else:
-        return _ue8m0_bits(code).to(tl.float32, bitcast=True)
+        return ue8m0_bits(code).to(tl.float32, bitcast=True)
 
 
 @triton.jit

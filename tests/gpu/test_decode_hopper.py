@@ -9,6 +9,7 @@ import torch
 
 from mla_quant.kernels import decode
 from mla_quant.kernels.decode import Configuration, OperandFormats
+from mla_quant.kernels.devices import hopper_module
 from mla_quant.reference import Sparsity
 from tests.kernels.paged import Paged, expected, paged
 from tests.kernels.paged import compare as compare_paged
@@ -27,13 +28,13 @@ PORTABLE = Configuration(16, 64, 2, 4, 8, 2)
 def _needs_hopper() -> None:
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
-    assert decode._import_hopper() is not None
+    assert hopper_module("decode_hopper", 90) is not None
 
 
 @pytest.fixture
 def launched(monkeypatch) -> list[int]:
     """Grids of the Hopper kernels' launches: a test that it is them that run."""
-    module, launches = decode._import_hopper(), []
+    module, launches = hopper_module("decode_hopper", 90), []
 
     class Spy:
         def __init__(self, kernel):
