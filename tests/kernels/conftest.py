@@ -5,6 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    from tests import interpreter
+
+    interpreter.shorten()
+
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:

@@ -13,6 +13,8 @@ import torch
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+from tests.interpreter import shorten
+
 _create_dot = InterpreterBuilder.create_dot
 _cast = InterpreterBuilder.cast_impl
 
@@ -21,6 +23,7 @@ def apply() -> None:
     """Correct the interpreter of this process."""
     InterpreterBuilder.create_dot = _create_wide_dot
     InterpreterBuilder.cast_impl = _cast_to_nearest
+    shorten()
 
 
 def _widen(operand: TensorHandle) -> TensorHandle:
