@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
+import select
 import signal
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +75,29 @@ def entry_points(parent: Path) -> Path:
 
 
 @dataclass(frozen=True)
+class Forks:
+    """A process of `worker.fork_for_requests`, and what it wrote."""
+
+    process: subprocess.Popen[str]
+    log: Path
+
+    def __call__(self, folder: Path, environment: dict[str, str], log: Path) -> str:
+        request = {"folder": str(folder), "environment": environment}
+        request |= {"log": str(log), "seconds": SECONDS}
+        stdin, stdout = self.process.stdin, self.process.stdout
+        assert stdin is not None and stdout is not None
+        answer = ""
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps(request), file=stdin, flush=True)
+            # Longer by what importing vLLM may take.
+            if select.select([stdout], [], [], 2 * SECONDS)[0]:
+                answer = stdout.readline().strip()
+        if not answer:
+            pytest.fail(f"no answer of a fork\n{self.log.read_text()[-TAIL:]}", pytrace=False)
+        return answer
+
+
+@dataclass(frozen=True)
 class Vllm:
     """Loads a checkpoint into a vLLM of one version and runs batches through it."""
 
@@ -81,6 +106,7 @@ class Vllm:
     scratch: Path
     metadata: Path
     device: str = "cpu"
+    forks: Forks | None = None
 
     def __call__(
         self,
@@ -103,21 +129,23 @@ class Vllm:
             "runs": list(runs),
         }
         (folder / "request.json").write_text(json.dumps(request))
-        command = [str(self.python), "-m", "tests.vllm.worker", str(folder)]
-        variables = self.variables() | (environment or {})
         log = folder / "log.txt"
-        with log.open("w") as stream:
-            status = _wait(
-                subprocess.Popen(
-                    command,
-                    cwd=REPOSITORY,
-                    env=variables,
-                    stdin=subprocess.DEVNULL,
-                    stdout=stream,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
+        if self.forks is not None:
+            status = self.forks(folder, environment or {}, log)
+        else:
+            command = [str(self.python), "-m", "tests.vllm.worker", str(folder)]
+            with log.open("w") as stream:
+                status = _wait(
+                    subprocess.Popen(
+                        command,
+                        cwd=REPOSITORY,
+                        env=self.variables() | (environment or {}),
+                        stdin=subprocess.DEVNULL,
+                        stdout=stream,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
                 )
-            )
         if not (folder / "result.json").exists():
             pytest.fail(f"vLLM {self.version}: {status}\n{log.read_text()[-TAIL:]}", pytrace=False)
         result = json.loads((folder / "result.json").read_text())
@@ -169,6 +197,28 @@ class Vllm:
             }
         found = os.pathsep.join(str(path) for path in paths if str(path))
         return kept | common | {"PYTHONPATH": found} | own
+
+    @contextlib.contextmanager
+    def forking(self) -> Iterator[Vllm]:
+        """The same, but its processes are forks of one that has imported vLLM."""
+        log = self.scratch / "forks.txt"
+        with (
+            log.open("w") as stream,
+            subprocess.Popen(
+                [str(self.python), "-m", "tests.vllm.worker"],
+                cwd=REPOSITORY,
+                env=self.variables(),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stream,
+                start_new_session=True,
+                text=True,
+            ) as process,
+        ):
+            try:
+                yield dataclasses.replace(self, forks=Forks(process, log))
+            finally:
+                process.kill()
 
 
 def _wait(process: subprocess.Popen[bytes]) -> str:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -19,8 +23,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}-{version}"))
 
 
+@pytest.fixture(scope="session")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, Path], Vllm]]:
+    """Imports a vLLM once, though its tests and those of another version may take turns."""
+    with contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def started(version: str, python: Path) -> Vllm:
+            scratch = tmp_path_factory.mktemp(f"vllm-{version}")
+            metadata = tmp_path_factory.mktemp(f"metadata-{version}")
+            found = Vllm(version, python, scratch, entry_points(metadata))
+            return stack.enter_context(found.forking())
+
+        yield started
+
+
 @pytest.fixture(scope="session", params=environments.VERSIONS)
-def vllm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Vllm:
+def vllm(request: pytest.FixtureRequest, start: Callable[[str, Path], Vllm]) -> Vllm:
     version = request.param
     if not environments.supported():
         pytest.skip("vLLM needs Python {}.{} or newer".format(*environments.OLDEST_PYTHON))
@@ -30,6 +49,4 @@ def vllm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         if "CI" in os.environ or environments.VARIABLE in os.environ:
             pytest.fail(message, pytrace=False)
         pytest.skip(f"{message}: `make vllm-envs` creates it")
-    scratch = tmp_path_factory.mktemp(f"vllm-{version}")
-    metadata = tmp_path_factory.mktemp(f"metadata-{version}")
-    return Vllm(version, python, scratch, entry_points(metadata))
+    return start(version, python)

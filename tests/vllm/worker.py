@@ -1,5 +1,7 @@
 """Runs inside an environment with vLLM: `python -m tests.vllm.worker FOLDER`.
 
+Without a folder, it imports vLLM and forks for each request that comes (`fork_for_requests`).
+
 Reads `request.json` in the folder, and writes `result.json` and arrays beside it. The request:
 
     model   folder of the checkpoint
@@ -16,9 +18,15 @@ This module must be importable without vLLM, and again in every process that vLL
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib
 import json
+import multiprocessing
+import os
+import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,6 +59,13 @@ ENGINES: dict[str, dict[str, Any]] = {
     | {"dtype": "bfloat16", "gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 30},
 }
 
+# What takes long to import and runs nothing of an engine.
+PRELOADED = (
+    "vllm.entrypoints.llm",
+    "vllm.model_executor.models.deepseek_v2",
+    "vllm.v1.worker.cpu_worker",
+)
+
 
 def function(name: str) -> Callable[..., Any]:
     module, _, attribute = name.partition(":")
@@ -67,7 +82,7 @@ def table(rows: list[Any]) -> np.ndarray:
     return array
 
 
-def serve(folder: Path) -> dict[str, Any]:
+def serve(folder: Path, forked: bool) -> None:
     request = json.loads((folder / "request.json").read_text())
     for name in request["before"]:
         function(name)()
@@ -77,7 +92,13 @@ def serve(folder: Path) -> dict[str, Any]:
     llm = vllm.LLM(model=request["model"], **(ENGINES[request["device"]] | request["engine"]))
     runs = generate(llm, request["runs"], folder)
     after = {name: function(name)(llm) for name in request["after"]}
-    return {"version": vllm.__version__, "runs": runs, "after": after}
+    result = {"version": vllm.__version__, "runs": runs, "after": after}
+    (folder / "result.json").write_text(json.dumps(result))
+    if forked and not multiprocessing.active_children():
+        # Nobody asks for more, and taking apart all that was imported takes seconds.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def generate(llm: Any, requested: list[dict[str, Any]], folder: Path) -> list[Any]:
@@ -110,6 +131,52 @@ def generate(llm: Any, requested: list[dict[str, Any]], folder: Path) -> list[An
     return runs
 
 
+def fork_for_requests() -> str:
+    """Answer lines of input until there is no more; give back the folder of one, in its fork.
+
+    A line is a JSON object: `folder`; `environment`, variables to set; `log`, a file; `seconds`,
+    the most that the fork may take. Its answer is a line that says how the fork ended, and whatever
+    the fork left behind ended with it. A fork is a process of its own, as a new one would be, but
+    for the ten to fifteen seconds that importing vLLM takes: no engine, no plugin, no hook was
+    there before.
+    """
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for module in PRELOADED:
+        importlib.import_module(module)
+    # Collections in forks, of which vLLM asks for several, would copy all that was imported.
+    gc.freeze()
+    for line in sys.stdin:
+        request = json.loads(line)
+        process = os.fork()
+        if not process:
+            os.setsid()
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            log = os.open(request["log"], os.O_WRONLY | os.O_CREAT, 0o644)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            answers.close()
+            os.environ.update(request["environment"])
+            return str(request["folder"])
+        print(wait(process, request["seconds"]), file=answers, flush=True)
+    sys.exit()
+
+
+def wait(process: int, seconds: float) -> str:
+    """Wait for a process that leads a group."""
+    deadline = time.monotonic() + seconds
+    found, status = 0, 0
+    while not found and time.monotonic() < deadline:
+        time.sleep(0.02)
+        found, status = os.waitpid(process, os.WNOHANG)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process, signal.SIGKILL)
+    if found:
+        return f"status {os.waitstatus_to_exitcode(status)}"
+    os.waitpid(process, 0)
+    return f"no result after {seconds} seconds"
+
+
 if __name__ == "__main__":
-    destination = Path(sys.argv[1])
-    (destination / "result.json").write_text(json.dumps(serve(destination)))
+    given = sys.argv[1:]
+    serve(Path(given[0] if given else fork_for_requests()), forked=not given)
