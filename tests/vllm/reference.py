@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import modelopt.torch.quantization as mtq
@@ -11,6 +9,7 @@ import numpy as np
 import torch
 
 from mla_quant.checkpoint import load_quantized
+from mla_quant.cli import main
 from tests.vllm.client import Output
 from tests.vllm.environments import REPOSITORY
 
@@ -19,10 +18,9 @@ EXAMPLE = REPOSITORY / "examples" / "tiny_mla"
 
 def calibrate(folder: Path, recipe: str = "nvfp4_mla", dtype: str = "float32") -> Path:
     """Write a quantized checkpoint of the example model, as a user does."""
-    command = [sys.executable, "-m", "mla_quant.cli", "calibrate", str(EXAMPLE / "model")]
-    command += ["--recipe", recipe, "--data", "example", "--dtype", dtype]
-    command += ["--num-samples", "16", "--out", str(folder)]
-    subprocess.run(command, check=True, capture_output=True)
+    command = ["calibrate", str(EXAMPLE / "model"), "--recipe", recipe, "--data", "example"]
+    command += ["--dtype", dtype, "--num-samples", "16", "--out", str(folder)]
+    assert main(command) == 0
     return folder
 
 

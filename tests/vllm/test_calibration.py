@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +11,7 @@ import torch
 from transformers import AutoTokenizer
 
 from mla_quant.checkpoint import REFERENCE_FILE, STATISTICS_FILE, compare_logits
+from mla_quant.cli import main
 from mla_quant.data import DataSpec, load_samples
 from mla_quant.integrations.vllm_calibration import engine_arguments
 from mla_quant.settings import read_settings
@@ -28,11 +27,11 @@ HOOK = "tests.vllm.hooks:calibration"
 def expected(request, tmp_path_factory) -> Path:
     """A checkpoint that the Hugging Face engine calibrated, with the test's observer."""
     folder = tmp_path_factory.mktemp("calibrated") / "checkpoint"
-    command = [sys.executable, "-m", "mla_quant.cli", "calibrate", str(EXAMPLE / "model")]
-    command += ["--recipe", "nvfp4_mla", "--data", "example", "--dtype", "float32"]
+    command = ["calibrate", str(EXAMPLE / "model"), "--recipe", "nvfp4_mla", "--data", "example"]
+    command += ["--dtype", "float32"]
     command += ["--num-samples", str(SAMPLES), "--seq-len", str(TOKENS), "--batch-size", str(BATCH)]
     command += ["--observer", request.param, "--out", str(folder)]
-    subprocess.run(command, check=True, capture_output=True)
+    assert main(command) == 0
     return folder
 
 
