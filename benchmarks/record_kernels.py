@@ -45,6 +45,8 @@ DENSE_FORMATS = (
     "nvfp4_ds_mla_368",
     "fp8_ds_mla_656",
 )
+EVERY_FORMAT_AT = (128, 128, 4096)
+"""Shape at which dense decode is measured for all formats."""
 TOP_K = 2048
 SPARSE_SHAPES = ((128, 64), (128, 128), (1, 64))
 """Batch, heads."""
@@ -175,27 +177,30 @@ def dense() -> Rows:
         starts = torch.arange(batch + 1, device="cuda", dtype=torch.int32) * context
         flops = 2.0 * batch * heads * context * (576 + 512)
         paged = None
-        for name in DENSE_FORMATS:
+        for name in RECORDS if shape == EVERY_FORMAT_AT else DENSE_FORMATS:
+            width = RECORDS[name].width
             cache = filled(RECORDS[name], batch * context)
-            values = torch.empty(batch * context, 576, device="cuda", dtype=torch.bfloat16)
+            values = torch.empty(batch * context, width, device="cuda", dtype=torch.bfloat16)
             gather(cache, table, starts, context, out=values)
-            raw = values.view(batch * pages, PAGE, 576)
+            raw = values.view(batch * pages, PAGE, width)
+            q_of = q[..., :width].contiguous()
             order = torch.arange(batch * pages, device="cuda").int().view(batch, pages)
             want, _ = decode_attention(
-                q, raw, order, lengths, torch.ones(6, device="cuda"), latent_width=512,
+                q_of, raw, order, lengths, torch.ones(6, device="cuda"), latent_width=512,
                 scale=SCALE, formats=OperandFormats("none", "none", "none", "none"),
             )  # fmt: skip
 
-            def ours(c: Any = cache, q: Any = q, t: Any = table, n: Any = lengths) -> Any:
+            def ours(c: Any = cache, q: Any = q_of, t: Any = table, n: Any = lengths) -> Any:
                 return dense_decode(q.unsqueeze(1), c, t, n, scale=SCALE)[0]
 
             require_close(ours()[:, 0], want)
             moved = batch * context * RECORDS[name].record_bytes
             yield row("dense", shape, name, graph_us(ours), flops=flops, bytes=moved)
-            paged = SimpleNamespace(
-                q=q, cache=raw, block_table=order, seq_lens=lengths, scale=SCALE, page=PAGE
-            )
-            last = want
+            if width == 576:
+                paged = SimpleNamespace(
+                    q=q, cache=raw, block_table=order, seq_lens=lengths, scale=SCALE, page=PAGE
+                )
+                last = want
         for measured in decode_peers(paged, shape, last, flops, batch * context * 1152):
             yield {**measured, "kind": "dense"}
 
