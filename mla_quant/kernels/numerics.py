@@ -34,6 +34,7 @@ _SMALLEST_NORMAL_FP32 = tl.constexpr(2.0**-126)
 
 
 _FAR = tl.constexpr(2.0**64)
+_FAR_ROOT = tl.constexpr(2.0**-32)
 
 LEAST_ORDINARY = tl.constexpr(1e-30)
 LARGEST_ORDINARY = tl.constexpr(1e30)
@@ -105,6 +106,8 @@ def carried_e4m3_code(magnitude):
 
 @triton.jit
 def _clamp(magnitude, LARGEST: tl.constexpr):
+    if LARGEST is None:
+        return magnitude
     return tl.minimum(magnitude, LARGEST, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -152,6 +155,22 @@ def reciprocal(x):
 
 
 @triton.jit
+def square_root(x):
+    """`sqrt(x)`, correctly rounded, for finite x above 0.
+
+    What ptxas makes of `sqrt.rn.f32` from 2^-101 on, without the branch that looks whether x is.
+    """
+    low = x < 1 / _FAR
+    x = tl.where(low, x * _FAR, x)
+    y = tl.inline_asm_elementwise(
+        "rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+    root = x * y
+    root = tl.fma(tl.fma(-root, root, x), y * 0.5, root)
+    return tl.where(low, root * _FAR_ROOT, root)
+
+
+@triton.jit
 def bounded_quotient(
     magnitude,
     divisor,
@@ -168,7 +187,9 @@ def bounded_quotient(
     if ORDINARY and not INTERPRETED:
         # For divisor 0 any finite reciprocal does: x is 0.
         inverse = reciprocal(tl.maximum(divisor, _SMALLEST_NORMAL_FP32))
-        if KEEP_NAN:
+        if LARGEST is None:
+            x = magnitude
+        elif KEEP_NAN:
             x = tl.minimum(magnitude, LARGEST * divisor, propagate_nan=tl.PropagateNan.ALL)
         else:
             x = tl.minimum(magnitude, LARGEST * divisor)
@@ -184,7 +205,8 @@ def any_quotient(magnitude, divisor, LARGEST: tl.constexpr, ORDINARY: tl.constex
     """`min(magnitude / divisor, LARGEST)` for any fp32 divisor above 0, without a branch.
 
     Correctly rounded wherever the quotient is a normal number. Where the divisor is not above 0, or
-    the magnitude is NaN, the result is any number.
+    the magnitude is NaN, the result is any number. LARGEST None: not bounded; an infinite quotient
+    may come out as NaN.
     """
     if not ORDINARY and not INTERPRETED:
         # A power of two for both: exact, save where the quotient is 0 in any code or too large.
@@ -255,6 +277,15 @@ def round_to_dtype(x, DTYPE: tl.constexpr):
         return (tl.where(finite, rounded, bits) >> 16).to(tl.int16).to(DTYPE, bitcast=True)
     else:
         return x.to(DTYPE)
+
+
+@triton.jit
+def widened(x):
+    """fp32 of a float tensor; of bfloat16 in one instruction for either half of a register."""
+    if tl.bfloat16 == x.dtype:
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
 
 
 @triton.jit

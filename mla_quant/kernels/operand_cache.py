@@ -266,9 +266,21 @@ def decode_e2m1(code, scaled):
 
 
 @triton.jit
+def encode_e4m3_magnitude(x):
+    """Codes, int32, of fp32 numbers on the E4M3 grid without a sign."""
+    return (x * _E4M3_UNIT).to(tl.int32, bitcast=True) >> _E4M3_SHIFT
+
+
+@triton.jit
+def decode_e4m3_magnitude(code):
+    """fp32 values of int32 E4M3 codes of numbers without a sign."""
+    return (code << _E4M3_SHIFT).to(tl.float32, bitcast=True) * _FROM_E4M3_UNIT
+
+
+@triton.jit
 def encode_e4m3(x):
     """Codes, int32, of fp32 numbers on the E4M3 grid, or NaN."""
-    magnitude = (tl.abs(x) * _E4M3_UNIT).to(tl.int32, bitcast=True) >> _E4M3_SHIFT
+    magnitude = encode_e4m3_magnitude(tl.abs(x))
     sign = (x.to(tl.int32, bitcast=True) >> _E4M3_SIGN_SHIFT) & _E4M3_SIGN
     return tl.where(x == x, magnitude, _E4M3_NAN) | sign
 

@@ -24,7 +24,11 @@ from mla_quant.kernels.numerics import (
     round_e4m3_magnitude,
     with_sign,
 )
-from mla_quant.kernels.operand_cache import decode_e4m3, encode_e4m3
+from mla_quant.kernels.operand_cache import (
+    decode_e4m3,
+    decode_e4m3_magnitude,
+    encode_e4m3_magnitude,
+)
 from mla_quant.records import RecordFormat, Segment
 
 _CODES: dict[ElementFormat | None, int] = {None: 0, E2M1: 1, E4M3: 2, UE8M0: 3}
@@ -55,8 +59,9 @@ _SMALLEST_UE8M0_BITS = tl.constexpr(1 << 22)
 # Exponent fields of x and of its reciprocal add up to this, for powers of two.
 _RECIPROCAL_BITS = tl.constexpr((2 * 127) << 23)
 _E2M1_SHIFT = tl.constexpr(23 - E2M1.mantissa_bits)
-ROUGH_ABOVE = tl.constexpr(1.5 * 2.0**10)
-"""See `quotient`."""
+# See `quotient`: the largest element, with what is added to it, is 1 in these units.
+_ROUGH_UNIT = tl.constexpr(2.0**11)
+_ROUGH_ABOVE = tl.constexpr(2.0**11 - E2M1.max)
 # A sum with it is rounded to an integer, ties to even, which its lowest bits hold.
 _TO_INTEGER_BITS = 0x4B400000
 _TO_INTEGER = tl.constexpr(1.5 * 2.0**23)
@@ -230,7 +235,7 @@ def choose_scale(amax, outer, SCALE: tl.constexpr, LARGEST: tl.constexpr, ORDINA
 
     `outer` multiplies the stored scale when it is read; None is 1. ORDINARY:
     `numerics.scale_is_ordinary` holds for it. Without a byte (fp32 scales) the second
-    result is the value itself. `amax` must hold no NaN.
+    result is the value itself. Of an `amax` that is NaN the results are any.
     """
     if SCALE.reciprocal > 0.0:
         exact = amax * SCALE.reciprocal
@@ -243,7 +248,8 @@ def choose_scale(amax, outer, SCALE: tl.constexpr, LARGEST: tl.constexpr, ORDINA
         else:
             most: tl.constexpr = _E4M3_MAX if SCALE.code == IS_E4M3 else _UNBOUNDED
             exact = any_quotient(amax, whole, most, ORDINARY)
-    exact = tl.maximum(exact, SCALE.floor)
+    if SCALE.floor > 0.0:
+        exact = tl.maximum(exact, SCALE.floor)
     if SCALE.rounding == _UNROUNDED:
         return exact, exact
     elif SCALE.rounding == _POWER_OF_TWO_UP:
@@ -255,11 +261,13 @@ def choose_scale(amax, outer, SCALE: tl.constexpr, LARGEST: tl.constexpr, ORDINA
         else:
             return value, code
     else:
-        value = round_e4m3_magnitude(tl.minimum(exact, _E4M3_MAX))
-        code = encode_e4m3(value)
+        if SCALE.reciprocal > 0.0:
+            exact = tl.minimum(exact, _E4M3_MAX)
+        value = round_e4m3_magnitude(exact)
+        code = encode_e4m3_magnitude(value)
         if SCALE.rounding == _NOT_BELOW:
             code += ((value < exact) & (code < _E4M3_LARGEST_CODE)).to(tl.int32)
-            value = decode_e4m3(code)
+            value = decode_e4m3_magnitude(code)
         return value, code
 
 
@@ -279,6 +287,17 @@ def nan_scale(value, code, poisoned, SCALE: tl.constexpr):
 
 
 @triton.jit
+def _sum_up_to_1(x, y):
+    """`min(x + y, 1)`."""
+    if INTERPRETED:
+        return tl.minimum(x + y, 1.0)
+    else:
+        return tl.inline_asm_elementwise(
+            "add.rn.sat.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
 def quotient(
     x,
     divisor,
@@ -292,9 +311,9 @@ def quotient(
 
     EXACT: divisors are powers of two, so that the product with a reciprocal is the quotient.
     ROUGH: x is bfloat16, divisors are E4M3 scales, elements E2M1. Quotients are then halfway
-    between elements or off by 2^-8 of them. Adding `ROUGH_ABOVE`, which the result keeps, makes
-    multiples of 2^-13 of them, as halfway numbers are, and so removes the error of multiplying by
-    a reciprocal.
+    between elements or off by 2^-8 of them. Adding `_ROUGH_ABOVE` makes multiples of 2^-13 of them,
+    as halfway numbers are, and so removes the error of multiplying by a reciprocal. The result
+    keeps it, divided by `_ROUGH_UNIT`, and is at most 1.
     ORDINARY: divisors are 0 or `numerics.scale_is_ordinary`. Where a divisor is not above 0 the
     result is any number.
     """
@@ -304,30 +323,37 @@ def quotient(
     else:
         ratio = tl.abs(x)
         if ROUGH:
-            divisor = tl.where(divisor > 0, divisor, 1.0)
             if INTERPRETED:
-                ratio = ratio * tl.div_rn(1.0, divisor) + ROUGH_ABOVE
+                inverse = tl.div_rn(1.0, tl.where(divisor > 0, divisor, 1.0))
             else:
-                ratio = ratio * reciprocal(divisor) + ROUGH_ABOVE
+                inverse = reciprocal(divisor)
+            inverse *= 1 / _ROUGH_UNIT
+            ratio = _sum_up_to_1(ratio * inverse, _ROUGH_ABOVE / _ROUGH_UNIT)
         else:
-            ratio = any_quotient(ratio, divisor, LARGEST, ORDINARY)
+            # `_e2m1_code` needs no bound.
+            most: tl.constexpr = None if ELEMENT == IS_E2M1 else LARGEST
+            ratio = any_quotient(ratio, divisor, most, ORDINARY)
         if ELEMENT != IS_E2M1:
             ratio = with_sign(ratio, x)
     return ratio
 
 
 @triton.jit
-def _e2m1_code(x, ABOVE: tl.constexpr):
-    """Codes of the elements nearest to x - ABOVE, at least 0, plus `_TO_INTEGER_BITS`.
+def _e2m1_code(x, ROUGH: tl.constexpr):
+    """Codes of the elements nearest to magnitudes from `quotient`, plus `_TO_INTEGER_BITS`.
 
     Codes are the nearest integers to 2x up to 2, to x + 2 up to 4, to x / 2 + 4 up to 6: the least
-    of them is the code, and sums this large are rounded to integers.
+    of them is the code, and sums this large are rounded to integers. A GPU's NaN is the largest.
     """
-    fine = tl.fma(x, 2.0, _TO_INTEGER - 2 * ABOVE).to(tl.int32, bitcast=True)
-    medium = (x + (_TO_INTEGER + 2 - ABOVE)).to(tl.int32, bitcast=True)
-    coarse = tl.fma(x, 0.5, _TO_INTEGER + 4 - ABOVE / 2).to(tl.int32, bitcast=True)
+    UNIT: tl.constexpr = _ROUGH_UNIT if ROUGH else 1.0
+    ABOVE: tl.constexpr = _ROUGH_ABOVE if ROUGH else 0.0
+    fine = tl.fma(x, 2 * UNIT, _TO_INTEGER - 2 * ABOVE).to(tl.int32, bitcast=True)
+    medium = tl.fma(x, UNIT, _TO_INTEGER + 2 - ABOVE).to(tl.int32, bitcast=True)
+    coarse = tl.fma(x, UNIT / 2, _TO_INTEGER + 4 - ABOVE / 2).to(tl.int32, bitcast=True)
+    if not ROUGH:
+        coarse = tl.minimum(coarse, _E2M1_LARGEST_INTEGER)
     # As integers, of which three are compared at once.
-    return tl.minimum(tl.minimum(fine, medium), tl.minimum(coarse, _E2M1_LARGEST_INTEGER))
+    return tl.minimum(tl.minimum(fine, medium), coarse)
 
 
 @triton.jit
@@ -346,17 +372,18 @@ def _eighths(x):
 
 
 @triton.jit
-def _e2m1_words(ratio, x, ABOVE: tl.constexpr):
+def _e2m1_words(ratio, x, ROUGH: tl.constexpr):
     """int32 [parts, tokens, 1] of eight codes each: those of `_e2m1_code`, with the signs of x."""
-    codes = _eighths(_e2m1_code(ratio, ABOVE))
+    codes = _eighths(_e2m1_code(ratio, ROUGH))
     bits = _eighths(x.to(tl.uint32, bitcast=True))
     word = codes[7]
     sign = bits[7] >> _E2M1_SIGN_SHIFT
     for i in tl.static_range(1, 8):
         word = (word << 4) + codes[7 - i]
         sign = (sign << 4) | (bits[7 - i] >> _E2M1_SIGN_SHIFT)
-    word = ((word - _SUM_OF_INTEGERS) & 0x77777777) | (sign.to(tl.int32, bitcast=True) & _SIGNS)
-    return tl.expand_dims(word, 2)
+    word -= _SUM_OF_INTEGERS
+    # Signs from `sign`, all else from `word`, in one instruction.
+    return tl.expand_dims(word ^ ((word ^ sign.to(tl.int32, bitcast=True)) & _SIGNS), 2)
 
 
 @triton.jit
@@ -409,20 +436,20 @@ def element_words(
     ELEMENT: tl.constexpr,
     CONVERTS: tl.constexpr,
     KEEP_NAN: tl.constexpr = False,
-    ABOVE: tl.constexpr = 0.0,
+    ROUGH: tl.constexpr = False,
 ):
     """int32 [parts, tokens, words] of the codes nearest to fp32 [parts, tokens, 8], saturating.
 
     Args:
-        ratio: What to encode, from `quotient`: with its sign, or for E2M1 the magnitude plus ABOVE.
+        ratio: What to encode, from `quotient`: with its sign, for E2M1 a magnitude.
         x: Has the signs.
         ELEMENT: Of which code.
         CONVERTS: The GPU converts to E4M3.
         KEEP_NAN: E4M3 codes of NaN are NaN; else they are any.
-        ABOVE: What is to be taken off `ratio`, for E2M1.
+        ROUGH: `quotient` was.
     """
     if ELEMENT == IS_E2M1:
-        return _e2m1_words(ratio, x, ABOVE)
+        return _e2m1_words(ratio, x, ROUGH)
     else:
         return _e4m3_words(ratio, CONVERTS, KEEP_NAN)
 

@@ -20,12 +20,13 @@ from mla_quant.kernels.numerics import (
     any_quotient,
     reciprocal,
     round_to_dtype,
+    square_root,
+    widened,
 )
 from mla_quant.kernels.record_fields import (
     AS_IS,
     IS_E2M1,
     IS_E4M3,
-    ROUGH_ABOVE,
     TRITON_DTYPES,
     choose_scale,
     describe,
@@ -54,9 +55,14 @@ _ORDINARY = 2.0**60
 # Compute capability, times 10, from which on there is an instruction that rounds to E4M3.
 _CONVERTS_SINCE = 89
 
-# A warp that is a program of its own needs no shared memory and no barriers.
-_TOKENS = 4
+# A warp that is a program of its own needs no barriers. With 64 registers a thread, as many are
+# resident as a multiprocessor has places for programs.
 _WARPS = 1
+_REGISTERS = 64
+# Tokens of a program whose values, 16 of each in a thread, these registers hold: as 16-bit floats,
+# and as fp32.
+_TOKENS = 4
+_TOKENS_AS_FP32 = 2
 
 
 @triton.jit
@@ -88,35 +94,38 @@ def _store_words(at, words, mask, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _largest(first, second, NUMBERS: tl.constexpr):
-    """Largest magnitudes [parts, tokens] of both.
-
-    NUMBERS: among numbers; else NaN, whose bits are those of the largest integers, is the largest.
-    """
-    x = tl.abs(first)
-    if NUMBERS and INTERPRETED:  # whose maximum keeps NaN
-        x = tl.where(x == x, x, 0.0)
-        if second is not None:
-            x = tl.maximum(x, tl.where(second == second, tl.abs(second), 0.0))
-        return tl.max(x, 2)
-    elif NUMBERS:
-        if second is not None:
-            x = tl.maximum(x, tl.abs(second))
-        x = tl.max(x, 2)
-        return tl.where(x == x, x, 0.0)
-    else:
-        if second is not None:
-            x = tl.maximum(x, tl.abs(second), propagate_nan=tl.PropagateNan.ALL)
-        return tl.max(x.to(tl.int32, bitcast=True), 2).to(tl.float32, bitcast=True)
+def _largest_of(x, AXIS: tl.constexpr, KEEP: tl.constexpr = False):
+    """Largest of fp32 without a sign along an axis: NaN if there is any, as its bits are."""
+    return tl.max(x.to(tl.int32, bitcast=True), AXIS, keep_dims=KEEP).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _of_blocks(x, PARTS: tl.constexpr):
-    """Largest of each PARTS neighbours, as integers, of positive fp32 [parts, tokens]."""
+    """Largest of each PARTS neighbours, as `_largest_of` has it, of fp32 [parts, tokens]."""
     if PARTS == 1:
         return x
-    bits = tl.reshape(x.to(tl.int32, bitcast=True), [x.shape[0] // PARTS, PARTS, x.shape[1]])
-    return tl.max(bits, 1).to(tl.float32, bitcast=True)
+    return _largest_of(tl.reshape(x, [x.shape[0] // PARTS, PARTS, x.shape[1]]), 1)
+
+
+@triton.jit
+def _largest(first, second):
+    """Largest magnitudes [parts, tokens] of both; NaN is the largest of all."""
+    x = tl.abs(first)
+    if second is not None:
+        x = tl.maximum(x, tl.abs(second), propagate_nan=tl.PropagateNan.ALL)
+    return _largest_of(x, 2)
+
+
+@triton.jit
+def _largest_number(first, second):
+    """Largest magnitudes [parts, tokens] of both but NaN, and sums, which are NaN if any is."""
+    x = tl.abs(first)
+    y = x if second is None else tl.abs(second)
+    total = tl.sum(x + y, 2)
+    if INTERPRETED:  # whose maximum keeps NaN
+        x, y = tl.where(x == x, x, 0.0), tl.where(y == y, y, 0.0)
+    x = tl.max(tl.maximum(x, y), 2)
+    return tl.where(x == x, x, 0.0), total
 
 
 @triton.jit
@@ -171,18 +180,19 @@ def _store_segment(
     aligned: tl.constexpr = ALIGNED and SEGMENT.at % 4 == 0 and SEGMENT.stride % 4 == 0
     if SCALE is not None:
         PARTS: tl.constexpr = SCALE.block // SIZE
-        # NaN where a block has any; its amax is not used then.
-        amax = _of_blocks(_largest(first, second, False), PARTS)
-        poisoned = amax != amax
-        if SEGMENT.outer_at >= 0:
-            amax = _of_blocks(_largest(first, second, True), PARTS)
-            amax = tl.minimum(amax, SEGMENT.limit)
-            own = tl.max(amax, 0, keep_dims=True) * SEGMENT.outer_reciprocal
+        # A block with NaN is poisoned, its amax not used.
+        if SEGMENT.outer_at < 0:
+            nan = _of_blocks(_largest(first, second), PARTS)
+            amax = tl.minimum(nan, SEGMENT.limit)
+        else:
+            amax, nan = _largest_number(first, second)
+            amax = tl.minimum(_of_blocks(amax, PARTS), SEGMENT.limit)
+            nan = _of_blocks(nan, PARTS)
+            own = _largest_of(amax, 0, True) * SEGMENT.outer_reciprocal
             at = base + SEGMENT.outer_at + place * SEGMENT.outer_stride
             tl.store(at.to(tl.pointer_type(tl.float32)), tl.reshape(own, [TOKENS]), mask=live)
             amax = any_quotient(amax, tl.where(own == 0, 1.0, own), _FAR_ABOVE, False)
-        else:
-            amax = tl.where(poisoned, 0.0, tl.minimum(amax, SEGMENT.limit))
+        poisoned = nan != nan
         value, stored = choose_scale(amax, outer, SCALE, SEGMENT.largest, ORDINARY)
         value, stored = nan_scale(value, stored, poisoned, SCALE)
         divisor = value
@@ -238,8 +248,7 @@ def _divided(
 ):
     """Words of codes of x / divisor; those of a divisor that is not above 0 are `special`."""
     ratio = quotient(x, divisor, SEGMENT.element, SEGMENT.largest, EXACT, ROUGH, ORDINARY)
-    above: tl.constexpr = ROUGH_ABOVE if ROUGH else 0.0
-    codes = element_words(ratio, x, SEGMENT.element, CONVERTS, ABOVE=above)
+    codes = element_words(ratio, x, SEGMENT.element, CONVERTS, ROUGH=ROUGH)
     return tl.where(divisor > 0, codes, special)
 
 
@@ -280,31 +289,40 @@ def _zero(
 
 
 @triton.jit
-def _load_part(source, start, feature, exists, WIDTH: tl.constexpr):
-    """[parts, tokens, values] of rows from `start` on, 0 beyond WIDTH."""
-    mask = exists[None, :, None]
-    if feature.shape[0] * 2 * _PART > WIDTH:
-        mask &= feature < WIDTH
-    return tl.load(source + start[None, :, None] + feature, mask=mask, other=0.0)
-
-
-@triton.jit
 def _reciprocal_root(x):
     """`1 / sqrt(x)`, each step correctly rounded; every root but these is well inside the range."""
-    root = tl.sqrt_rn(x)
     if INTERPRETED:
-        return tl.div_rn(1.0, root)
+        return tl.div_rn(1.0, tl.sqrt_rn(x))
     else:
-        inverse = reciprocal(root)
-        return tl.where(root == 0, float("inf"), tl.where(root == float("inf"), 0.0, inverse))
+        inverse = reciprocal(square_root(x))
+        return tl.where(x == 0, float("inf"), tl.where(x == float("inf"), 0.0, inverse))
 
 
 @triton.jit
-def _normed(x, inverse, weight, feature, WIDTH: tl.constexpr, DTYPE: tl.constexpr):
-    """fp32 x after the norm, in DTYPE."""
-    x = round_to_dtype(x * inverse, DTYPE).to(tl.float32)
-    gain = tl.load(weight + feature, mask=feature < WIDTH, other=0.0).to(tl.float32)
-    return round_to_dtype(x * gain, DTYPE)
+def _normed(x, inverse, gain, DTYPE: tl.constexpr):
+    """fp32 x after the norm, as fp32 numbers that DTYPE has; `gain` are of DTYPE or another."""
+    x = x * inverse
+    if tl.bfloat16 == DTYPE and tl.bfloat16 == gain.dtype and not INTERPRETED:
+        # Two at a time: x rounded, times gain, rounded. fp32 holds such products, or they round to
+        # 0 either way, so this is what the other branch computes; adding -0 changes none.
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 both, zero;
+            mov.b32 zero, 0x80008000;
+            cvt.rn.bf16x2.f32 both, $3, $2;
+            fma.rn.bf16x2 both, both, $4, zero;
+            shl.b32 $0, both, 16;
+            and.b32 $1, both, 0xffff0000;
+            }""",
+            "=f,=f,f,f,r",
+            [x, gain],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        x = round_to_dtype(x, DTYPE).to(tl.float32)
+        return round_to_dtype(x * gain.to(tl.float32), DTYPE).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["rows", "num_slots", "max_position"])
@@ -339,37 +357,37 @@ def _store_kernel(
     TOKENS: tl.constexpr,
 ):
     """One program: TOKENS rows."""
-    row = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
-    exists = row < rows
+    # Past the last row, and past the last feature, those again: what is stored twice is the same,
+    # and masks cost more. Nor do reads wait for the slots.
+    row = tl.minimum(tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), rows - 1).to(tl.int64)
 
-    # Rows are read whether they are stored or not: a mask would have to wait for the slots.
     SEGMENT: tl.constexpr = FIELDS.latent
     SIZE: tl.constexpr = 2 * _PART
-    feature = tl.arange(0, LATENT_PADDED // SIZE)[:, None, None] * SIZE
-    feature += tl.arange(0, _PART)[None, None, :]
-    first = _load_part(latent, row * latent_stride, feature, exists, SEGMENT.width)
-    second = _load_part(latent, row * latent_stride, feature + _PART, exists, SEGMENT.width)
+    part = tl.minimum(tl.arange(0, LATENT_PADDED // SIZE), SEGMENT.width // SIZE - 1)
+    feature = part[:, None, None] * SIZE + tl.arange(0, _PART)[None, None, :]
+    at = latent + (row * latent_stride)[None, :, None] + feature
+    first, second = tl.load(at), tl.load(at + _PART)
     DTYPE: tl.constexpr = first.dtype
-    slot = tl.load(slots + row, mask=exists, other=-1).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
     # Negative ones are the largest without a sign.
-    live = exists & (slot.to(tl.uint64, bitcast=True) < num_slots.to(tl.uint64))
+    live = slot.to(tl.uint64, bitcast=True) < num_slots.to(tl.uint64)
     slot = tl.where(live, slot, 0).to(num_slots.dtype)
     start, place = token_offset(slot, page_stride, PAGE_SIZE)
     base = cache + start
-    first, second = first.to(tl.float32), second.to(tl.float32)
+    first, second = widened(first), widened(second)
     if NORM:
-        total = tl.sum(
-            tl.sum(first * first + second * second, 2, keep_dims=True), 0, keep_dims=True
-        )
+        squares = tl.sum(first * first + second * second, 2, keep_dims=True)
+        if SEGMENT.width < LATENT_PADDED:
+            known = tl.arange(0, LATENT_PADDED // SIZE) < SEGMENT.width // SIZE
+            squares = tl.where(known[:, None, None], squares, 0.0)
+        total = tl.sum(squares, 0, keep_dims=True)
         inverse = _reciprocal_root(total / SEGMENT.width + epsilon)
-        first = _normed(first, inverse, weight, feature, SEGMENT.width, DTYPE)
-        second = _normed(second, inverse, weight, feature + _PART, SEGMENT.width, DTYPE)
+        first = _normed(first, inverse, tl.load(weight + feature), DTYPE)
+        second = _normed(second, inverse, tl.load(weight + feature + _PART), DTYPE)
         if normed is not None:
             at = normed + (row * SEGMENT.width)[None, :, None] + feature
-            inside = exists[None, :, None] & (feature < SEGMENT.width)
-            tl.store(at, first, mask=inside)
-            tl.store(at + _PART, second, mask=inside)
-        first, second = first.to(tl.float32), second.to(tl.float32)
+            tl.store(at, round_to_dtype(first, DTYPE))
+            tl.store(at + _PART, round_to_dtype(second, DTYPE))
     _store_segment(
         base, place, live, first, second, outer, SEGMENT, DTYPE, ORDINARY, CONVERTS, ALIGNED
     )
@@ -377,24 +395,20 @@ def _store_kernel(
     ROPE: tl.constexpr = FIELDS.rope
     if ROPE is not None:
         part = tl.arange(0, ROPE_PADDED)
-        mask = exists[:, None]
-        if ROPE.width < ROPE_PADDED:
-            mask &= (part < ROPE.width)[None, :]
+        mask = (part < ROPE.width)[None, :]
         source = rope + (row * rope_stride)[:, None]
         y = tl.load(source + part[None, :], mask=mask, other=0.0)
         Y_DTYPE: tl.constexpr = y.dtype
         if STYLE != 0:
             HALF: tl.constexpr = ROPE.width // 2
-            position = tl.load(positions + row, mask=exists, other=0).to(tl.int64)
-            known = exists & (position >= 0) & (position < max_position)
+            position = tl.load(positions + row).to(tl.int64)
+            known = (position >= 0) & (position < max_position)
             angles = cos_sin + (position * ROPE.width)[:, None]
             if STYLE == _PAIRS:
                 angle = tl.arange(0, ROPE_PADDED // 2)
             else:
                 angle = part % HALF
-            turned = known[:, None]
-            if ROPE.width < ROPE_PADDED:
-                turned &= (angle < HALF)[None, :]
+            turned = known[:, None] & (angle < HALF)[None, :]
             cos = tl.load(angles + angle[None, :], mask=turned, other=0.0).to(tl.float32)
             sin = tl.load(angles + HALF + angle[None, :], mask=turned, other=0.0).to(tl.float32)
             if STYLE == _PAIRS:
@@ -573,6 +587,9 @@ def _launch(
     fmt = cache.format
     if not unique_slots:
         slots = first_of_each(slots)
+    # Before the first code of a token, a norm and a scale per token need all of its values.
+    whole = bool(fused) or fmt.outer_scale == "per token"
+    tokens = _TOKENS_AS_FP32 if whole or latent.dtype == torch.float32 else _TOKENS
     y = parts.get("rope")
     arguments: dict[str, object] = {
         "weight": None,
@@ -585,7 +602,7 @@ def _launch(
         "NORM": False,
         "STYLE": _STYLES[None],
     }
-    _store_kernel[(triton.cdiv(len(latent), _TOKENS),)](
+    _store_kernel[(triton.cdiv(len(latent), tokens),)](
         latent=latent,
         rope=y,
         slots=slots,
@@ -604,8 +621,9 @@ def _launch(
         ROPE_PADDED=triton.next_power_of_2(max(fmt.rope_width, 1)),
         CONVERTS=device_properties(latent.device)[0] >= _CONVERTS_SINCE,
         ALIGNED=not (cache.data.data_ptr() % 4 or cache.data.stride(0) % 4),
-        TOKENS=_TOKENS,
+        TOKENS=tokens,
         num_warps=_WARPS,
+        maxnreg=_REGISTERS,
         # Products and sums of a rotation are rounded one by one, as separate steps round them.
         enable_fp_fusion=False,
         **{**arguments, **fused},
