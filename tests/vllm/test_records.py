@@ -45,7 +45,8 @@ class RecordReference:
         """Parts of a layer as its records read. No format minds the order of the rope part."""
         outer = {"outer_scale": self.outer[number]}
         rows = pack(latent[0, 0], rope[0, 0], self.format, **outer)
-        return [part[None, None] for part in unpack(rows, self.format, **outer)]
+        parts = unpack(rows, self.format, **outer)
+        return [part[None, None].to(latent.dtype) for part in parts]
 
     @torch.no_grad()
     def logprobs(self, parts: list[list[int]], tokens: list[int]) -> np.ndarray:
@@ -71,7 +72,7 @@ class RecordReference:
         for part in [*parts, *([token] for token in tokens)]:
             cache.decoding = len(rows) >= len(parts)
             result = self.model(torch.tensor([part]), past_key_values=cache, use_cache=True)
-            rows.append(result.logits[0].log_softmax(-1))
+            rows.append(result.logits[0].float().log_softmax(-1))
         return torch.cat(rows).numpy()
 
 
