@@ -100,7 +100,9 @@ def test_derived_facts() -> None:
     assert formats.E2M1.values() == oracle.E2M1_MAGNITUDES.tolist()
     assert formats.E4M3.values() == oracle.E4M3_MAGNITUDES.tolist()
     assert formats.UE8M0.values() == oracle.UE8M0_VALUES.tolist()
-    assert [formats.ELEMENTS[n].bits for n in ("e2m1", "e4m3", "ue8m0")] == [4, 8, 8]
+    elements = [formats.ELEMENTS[name] for name in ("e2m1", "e4m3", "ue8m0")]
+    assert [element.bits for element in elements] == [4, 8, 8]
+    assert [element.min_exponent for element in elements] == [0, -6, -127]
 
 
 def test_operand_formats() -> None:
