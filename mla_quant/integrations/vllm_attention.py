@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import math
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,18 +30,32 @@ from vllm.v1.worker.workspace import current_workspace_manager, is_workspace_man
 
 from mla_quant.fused import ABSORBED, PROJECTED
 from mla_quant.integrations.vllm import LayerPlan
-from mla_quant.kernels.decode import (
-    OperandFormats,
-    allocate_scratch,
-    decode_attention,
-    scratch_shapes,
-)
+from mla_quant.kernels.decode import OperandFormats, decode_attention, scratch_shapes
 from mla_quant.kernels.operand_cache import OperandLayout, write_operands
 from mla_quant.kernels.prefill import prefill_attention
+from mla_quant.kernels.scratch import Shapes, allocate_scratch
 from mla_quant.records import RecordCache
 
 
-class LayerState:
+class StepScratch:
+    """Hands a layer the scratch of its decode steps.
+
+    Attributes:
+        workspace: vLLM's manager of the memory that was reserved for it; None: torch allocates.
+            That of the layer's engine: vLLM has one manager a process, which a second engine in it
+            replaces, while graphs of the first one still write where it reserved scratch.
+    """
+
+    workspace: Any = None
+
+    def allocate(self, shapes: Shapes, device: torch.device) -> list[Tensor]:
+        """Scratch of a decode step, from the workspace, which is reserved before profiling."""
+        if self.workspace is not None:
+            return list(self.workspace.get_simultaneous(*shapes))
+        return allocate_scratch(shapes, device)
+
+
+class LayerState(StepScratch):
     """What a layer needs at run time."""
 
     def __init__(
@@ -63,9 +77,6 @@ class LayerState:
         self.prefill_amax = new(planned.amax(PROJECTED))
         self.decode_amax = new(planned.amax(ABSORBED))
         self.segments = tuple(w for w in (impl.qk_nope_head_dim, impl.qk_rope_head_dim) if w)
-        # That of this layer's engine: vLLM has one manager a process, which a second engine in
-        # it replaces, while graphs of the first one still write where it reserved scratch.
-        self.workspace: Any = None
         self.layout: OperandLayout | None = None
         if planned.side_cache:
             self.layout = OperandLayout(impl.kv_lora_rank, impl.qk_rope_head_dim, k, v, k_rope)
@@ -91,14 +102,6 @@ class LayerState:
         extra = self.layout.record_bytes if self.layout else 0
         size: int = self.width + extra // dtype.itemsize
         return size
-
-    def allocate(
-        self, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], device: torch.device
-    ) -> list[Tensor]:
-        """Scratch of a decode step, from the workspace, which is reserved before profiling."""
-        if self.workspace is not None:
-            return list(self.workspace.get_simultaneous(*shapes))
-        return allocate_scratch(shapes, device)
 
     def write(
         self, cache: Tensor, block_table: Tensor, seq_lens: Tensor, starts: Tensor | None, most: int
@@ -482,7 +485,7 @@ def _largest_scratch(
     return max((shapes(*step, *sizes) for step in steps), key=_aligned_bytes)
 
 
-def _aligned_bytes(shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> int:
+def _aligned_bytes(shapes: Shapes) -> int:
     """What the workspace takes for them: each begins at a multiple of 256 bytes."""
     return sum(-(-math.prod(shape) * dtype.itemsize // 256) * 256 for shape, dtype in shapes)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -241,7 +242,9 @@ def _run(llm: Any, samples: Sequence[Sequence[int]], logprobs: bool = False) -> 
         prompt_logprobs=-1 if logprobs else None,
     )
     prompts = [{"prompt_token_ids": list(sample)} for sample in samples]
-    results: list[Any] = llm.generate(prompts, sampling, use_tqdm=not logprobs)
+    # vLLM divides by the time that its bar has taken, which is 0 where bars are turned off.
+    progress = not logprobs and not os.environ.get("TQDM_DISABLE")
+    results: list[Any] = llm.generate(prompts, sampling, use_tqdm=progress)
     return results
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from mla_quant.integrations import vllm_attention
 from mla_quant.integrations.vllm import LayerPlan, RecordPlan
 from mla_quant.integrations.vllm_attention import (
     QuantTritonMLAImpl,
+    StepScratch,
     decode_query_len,
     in_halves,
     reserve_scratch,
@@ -39,15 +40,13 @@ from mla_quant.kernels.record_store import store_records
 from mla_quant.records import RecordCache
 
 
-class RecordState:
+class RecordState(StepScratch):
     """What a layer needs at run time."""
 
     def __init__(self, planned: RecordPlan, dtype: torch.dtype, max_model_len: int) -> None:
         self.plan = planned
         self.rope_dtype = torch.float16 if dtype == torch.float16 else torch.bfloat16
         self.max_model_len = max_model_len
-        # As in `vllm_attention.LayerState`.
-        self.workspace: Any = None
 
     def records(self, cache: Tensor) -> RecordCache:
         """vLLM's cache [blocks, block_size, record bytes] as a cache of records."""
@@ -64,14 +63,6 @@ class RecordState:
         """vLLM's cache of one block."""
         shape = (1, block_size, self.plan.format.record_bytes)
         return torch.zeros(shape, dtype=torch.uint8, device=device)
-
-    def allocate(
-        self, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], device: torch.device
-    ) -> list[Tensor]:
-        """Scratch of a decode step, from the workspace, which is reserved before profiling."""
-        if self.workspace is not None:
-            return list(self.workspace.get_simultaneous(*shapes))
-        return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes]
 
 
 class _Context(NamedTuple):

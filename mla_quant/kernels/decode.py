@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
@@ -43,6 +43,7 @@ from mla_quant.kernels.operand_cache import (
     check_widths,
 )
 from mla_quant.kernels.record_fields import TRITON_DTYPES, describe
+from mla_quant.kernels.scratch import Allocate, allocate_scratch, partial_shapes
 from mla_quant.records import RecordCache
 from mla_quant.reference import RANKED_PATTERNS, Sparsity
 
@@ -114,30 +115,12 @@ def _check(
         raise ConfigError(f"num_splits is {num_splits}; it must be at least 1, or None")
 
 
-Allocate = Callable[[Sequence[tuple[tuple[int, ...], torch.dtype]], torch.device], list[Tensor]]
-
-
-def allocate_scratch(
-    wanted: Sequence[tuple[tuple[int, ...], torch.dtype]], device: torch.device
-) -> list[Tensor]:
-    """Scratch from torch's allocator."""
-    return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in wanted]
-
-
 def _carried_shapes(
     tokens: int, heads: int, latent: int, rope: int, dtype: torch.dtype, rope_dtype: torch.dtype
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Of Q as it enters the products."""
     parts = [(latent, dtype), (rope, rope_dtype)] if rope else [(latent, dtype)]
     return [((tokens, heads, width), dtype) for width, dtype in parts]
-
-
-def _partial_shapes(
-    ranges: int, tokens: int, heads: int, latent: int
-) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Of what ranges leave to be combined: sums, reference points, denominators."""
-    rows = (ranges, tokens, heads)
-    return [((*rows, latent), torch.float32), (rows, torch.float32), (rows, torch.float32)]
 
 
 def scratch_shapes(
@@ -178,7 +161,7 @@ def scratch_shapes(
     dtype = {2: torch.bfloat16, 4: torch.float32}[element_bytes]
     tokens = batch * query_len
     carried = _carried_shapes(tokens, heads, latent_width, rope_width, dtype, dtype)
-    return carried + _partial_shapes(max(ranges), tokens, heads, latent_width)
+    return carried + partial_shapes(max(ranges), tokens * heads, latent_width)
 
 
 def decode_attention(
@@ -220,7 +203,8 @@ def decode_attention(
         q: [tokens, heads, latent + rope], absorbed, bf16, fp16 or fp32, last dimension contiguous.
         cache: [pages, page_size, latent + rope], bf16, fp16 or fp32, last dimension contiguous. Or
             records, which stand for what they read as, rounded to q's dtype: their values are
-            quantized again, on read.
+            quantized again, on read. Sums of operands that are not quantized may be taken in
+            another order than from a cache of the values.
         block_table: int32 [batch, max_pages].
         seq_lens: int32 [batch], tokens in the cache, the query's own included; may be 0.
         amax: fp32 [6] on the device, in the order of `AMAX_ENTRIES`; entries of operands that are
@@ -337,7 +321,8 @@ def decode_attention(
         source = operand_source(formats, k_stored, v_stored, rope_as_latent)
         staged = [latent_dtype, rope_dtype, pv_dtype]
         if source != "stored":
-            staged.append(cache_dtype)
+            # Values of records are fp32 on their way from codes into operands.
+            staged.append(torch.float32 if packed else cache_dtype)
         element_bytes = max(d.itemsize for d in staged)
         configuration = choose_configuration(rows_per_sequence, capability, source, element_bytes)
     elif records is not None and (
@@ -367,7 +352,7 @@ def decode_attention(
     if carries:
         wanted += _carried_shapes(tokens, heads, latent_width, rope_width, latent_dtype, rope_dtype)
     if not direct:
-        wanted += _partial_shapes(ranges, tokens, heads, latent_width)
+        wanted += partial_shapes(ranges, tokens * heads, latent_width)
     scratch = allocate(wanted, q.device) if wanted else []
     partial_out = partial_top = partial_total = None
     if not direct:
@@ -567,7 +552,6 @@ __all__: Sequence[str] = (
     "Configuration",
     "OperandFormats",
     "ProgramShape",
-    "allocate_scratch",
     "choose_configuration",
     "choose_splits",
     "configurations",

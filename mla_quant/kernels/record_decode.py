@@ -12,7 +12,6 @@ output; the rope part is outside it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,6 +32,7 @@ from mla_quant.kernels.record_fields import (
     load_rope,
     token_offset,
 )
+from mla_quant.kernels.scratch import Allocate, allocate_scratch, partial_shapes
 from mla_quant.records import RecordCache
 from mla_quant.reference import LOG2_E
 
@@ -45,9 +45,6 @@ _FLASHMLA = tl.constexpr(_LSE["flashmla"])
 _FLASHINFER = tl.constexpr(_LSE["flashinfer"])
 _LOG2_E = tl.constexpr(LOG2_E)
 _LN_2 = tl.constexpr(1 / LOG2_E)
-
-Shapes = Sequence[tuple[tuple[int, ...], torch.dtype]]
-Allocate = Callable[[Shapes, torch.device], list[Tensor]]
 
 
 @triton.jit
@@ -312,7 +309,7 @@ def dense_decode(
     lse_convention: LseConvention = "natural",
     num_splits: int | None = None,
     out_dtype: torch.dtype | None = None,
-    allocate: Allocate | None = None,
+    allocate: Allocate = allocate_scratch,
 ) -> tuple[Tensor, Tensor]:
     """Attend to the tokens of sequences in a paged cache of records.
 
@@ -330,7 +327,7 @@ def dense_decode(
         num_splits: Ranges that a sequence is cut into; None: by shapes alone, so that a captured
             graph holds for any lengths.
         out_dtype: None: that of q.
-        allocate: Gives scratch of shapes and dtypes on a device; None: torch allocates it.
+        allocate: Hands out scratch; `scratch_shapes` says how much is needed.
 
     Returns:
         Output [batch, query_len, heads, v_width] and LSE fp32 [batch, query_len, heads].
@@ -364,7 +361,7 @@ def sparse_decode(
     lse_convention: LseConvention = "natural",
     num_splits: int | None = None,
     out_dtype: torch.dtype | None = None,
-    allocate: Allocate | None = None,
+    allocate: Allocate = allocate_scratch,
 ) -> tuple[Tensor, Tensor]:
     """Attend to chosen tokens, each query token to its own.
 
@@ -446,17 +443,7 @@ def scratch_shapes(
         splits += [
             shape.splits(batch, rows, capacity, multiprocessors) for shape in hopper.shapes(rows)
         ]
-    return _partial_shapes(max(splits), batch * rows, v_width)
-
-
-def _partial_shapes(
-    ranges: int, rows: int, width: int
-) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    return [
-        ((ranges, rows, width), torch.float32),
-        ((ranges, rows), torch.float32),
-        ((ranges, rows), torch.float32),
-    ]
+    return partial_shapes(max(splits), batch * rows, v_width)
 
 
 def _shape(rows: int, device: torch.device, element_bytes: int) -> ProgramShape:
@@ -487,7 +474,7 @@ def _attend(
     lse_convention: LseConvention,
     num_splits: int | None,
     out_dtype: torch.dtype | None,
-    allocate: Allocate | None,
+    allocate: Allocate,
 ) -> tuple[Tensor, Tensor]:
     batch, query_len, heads, _ = q.shape
     width = parts[0].cache.format.v_width
@@ -524,12 +511,8 @@ def _attend(
         splits = num_splits or shape.splits(part.number, own, most, multiprocessors)
         plans.append((part, fields, hopper, chosen, shape, splits))
     ranges = sum(splits for *_, splits in plans)
-    wanted = _partial_shapes(ranges, rows, width)
-    if allocate is None:
-        scratch = [torch.empty(s, dtype=d, device=q.device) for s, d in wanted]
-    else:
-        scratch = allocate(wanted, q.device)
-    partial_out, partial_top, partial_total = scratch
+    wanted = partial_shapes(ranges, rows, width)
+    partial_out, partial_top, partial_total = allocate(wanted, q.device)
     flat = q.flatten(0, 1)
     first = 0
     for part, fields, hopper, chosen, shape, splits in plans:

@@ -61,7 +61,8 @@ def calibrate(vllm: Vllm, expected: Path, folder: Path, **engine) -> tuple[dict,
         [],
         engine=engine_arguments(TOKENS, BATCH) | engine,
         after=[HOOK],
-        environment={"MLA_QUANT_TEST_CALIBRATION": str(request)}
+        # The command line turns progress bars off.
+        environment={"MLA_QUANT_TEST_CALIBRATION": str(request), "TQDM_DISABLE": "1"}
         | ({"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} if engine else {}),
     )
     with np.load(request.with_suffix(".npz")) as archive:
