@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.box import MARKDOWN
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import (
@@ -841,6 +842,7 @@ def records(
         str | None, typer.Argument(help="Model folder or hub id; left out: one layer.")
     ] = None,
     page_size: Annotated[int, typer.Option(help="Tokens in a page of the cache.")] = 64,
+    markdown: Annotated[bool, typer.Option(help="Print the table in Markdown.")] = False,
     trust_remote_code: Remote = False,
     as_json: Json = False,
 ) -> None:
@@ -868,7 +870,7 @@ def records(
     if as_json:
         _emit(result)
     else:
-        _print_records(result)
+        _print_records(result, markdown)
 
 
 def _cache_geometry(
@@ -900,10 +902,11 @@ def _cache_geometry(
     }, geometries
 
 
-def _print_records(result: Mapping[str, Any]) -> None:
+def _print_records(result: Mapping[str, Any], markdown: bool) -> None:
     model = result["model"]
     of = f"{model['source']}, {model['layers']} layers" if model else "one layer"
-    table = Table(title=f"KV-cache records, {of}, {result['page_size']} tokens a page")
+    title = f"KV-cache records, {of}, {result['page_size']} tokens a page"
+    table = Table(box=MARKDOWN) if markdown else Table(title=title)
     for column in ("record", "known as", "values", "V", "latent", "rope", "outer scale"):
         table.add_column(column)
     for column in ("bytes/token", "tokens/GiB"):
@@ -927,7 +930,11 @@ def _print_records(result: Mapping[str, Any]) -> None:
             "(unquantized)", "", ", ".join(model["geometries"]), "", "bfloat16", "bfloat16", "",
             str(sizes["bytes_per_token"]), str(sizes["tokens_per_gib"]),
         )  # fmt: skip
-    out_console.print(table)
+    if markdown:
+        # A wrapped cell would be another row.
+        Console(width=1000).print(table)
+    else:
+        out_console.print(table)
 
 
 def _version(value: bool) -> None:
