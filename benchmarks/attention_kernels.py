@@ -2,7 +2,7 @@
 
     python -m benchmarks.attention_kernels                      # about three minutes
     python -m benchmarks.attention_kernels --only decode --sweep
-    python -m benchmarks.attention_kernels --readme             # write the results into README.md
+    python -m benchmarks.attention_kernels --readme             # write the results into the manual
 
 Peers: FlashAttention-3, `decode_attention_fwd`, FlashMLA (dense, SM90) and `merge_attn_states` from
 an installed vLLM, ModelOpt's `triton_fa`, and a device-to-device copy. A peer that is not installed

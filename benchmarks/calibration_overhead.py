@@ -2,7 +2,7 @@
 
     python -m benchmarks.calibration_overhead            # CUDA if there is one, and the CPU
     python -m benchmarks.calibration_overhead --device cpu
-    python -m benchmarks.calibration_overhead --readme   # write the results into README.md
+    python -m benchmarks.calibration_overhead --readme   # write the results into the manual
 
 `mla_quant`, a forward pass with every statistic of both forms gathered, and as a peer `modelopt`,
 ModelOpt's own calibration of Q, K and V (amax only), each against the plain forward pass. Times

@@ -1,9 +1,9 @@
 """Every shipped recipe on the example model: calibrate, verify, evaluate; as a table.
 
     python -m benchmarks.recipe_accuracy --device cpu --dtype float32
-    python -m benchmarks.recipe_accuracy --readme        # write the results into README.md
+    python -m benchmarks.recipe_accuracy --readme        # write the results into the manual
 
-Results go to `benchmarks/results/recipe_accuracy.json`; the README holds nothing else.
+Results go to `benchmarks/results/recipe_accuracy.json`; the manual holds nothing else.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python -m benchmarks.record_accuracy
     python -m benchmarks.record_accuracy --only double   # keep what else was measured before
-    python -m benchmarks.record_accuracy --readme        # write the results into README.md
+    python -m benchmarks.record_accuracy --readme        # write the results into the manual
 
 Model: attention runs in float32 on what a cache of records would give back for every token, its
 normed latent and its rotated rope part packed and unpacked. Perplexity and KL divergence from the
@@ -20,7 +20,7 @@ against its latents, all layers together: of the operand quantized from the late
 record reads as, and of the operand quantized from that. Ranges and outer scales are those of the
 same text. In NVFP4 the rope part has its blocks where transformers' order of its values puts them.
 
-Results go to `benchmarks/results/record_accuracy.json`; the README holds nothing else.
+Results go to `benchmarks/results/record_accuracy.json`; the manual holds nothing else.
 """
 
 from __future__ import annotations

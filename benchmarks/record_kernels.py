@@ -2,7 +2,7 @@
 
     python -m benchmarks.record_kernels                      # about two minutes
     python -m benchmarks.record_kernels --only store dense
-    python -m benchmarks.record_kernels --readme             # write the results into README.md
+    python -m benchmarks.record_kernels --readme             # write the results into the manual
 
 Peers from an installed vLLM: `concat_and_cache_mla` (`auto` and `fp8_ds_mla`), FlashMLA (dense,
 and sparse over FP8 records) and `decode_attention_fwd`; a device-to-device copy. A peer that is

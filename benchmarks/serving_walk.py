@@ -1,4 +1,4 @@
-"""A new user's path, as README.md has it, on the machine at hand; writes down what came out.
+"""A new user's path, as the manual has it, on the machine at hand; writes down what came out.
 
     python -m benchmarks.serving_walk                 # about three minutes on a GPU
     python -m benchmarks.serving_walk --device cpu --tokens 3 --windows 4 -- --dtype float32 \\

@@ -1,7 +1,7 @@
 """Serving with quantized attention beside serving without, in one run on one CUDA device.
 
     python -m benchmarks.vllm_serving                # about five minutes
-    python -m benchmarks.vllm_serving --readme       # write the results into README.md
+    python -m benchmarks.vllm_serving --readme       # write the results into the manual
 
 Two models with random weights: DeepSeek-V2-Lite as it is (16 heads, 27 layers, 64 experts), and
 eight layers with the attention and the dense MLP of DeepSeek-V3 (128 heads), which one GPU of a
