@@ -11,10 +11,11 @@ VLLM_ENVS ?= build/vllm-envs
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.installed-docs
 DEMO := build/demo
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test vllm-envs test-vllm test-gpu check format bench bench-gpu bench-vllm clean distclean
+.PHONY: help install demo test vllm-envs test-vllm test-gpu check format bench bench-gpu bench-vllm docs clean distclean
 .DELETE_ON_ERROR:
 
 help: ## Show this list
@@ -72,6 +73,15 @@ bench-gpu: ## Measure calibration and kernels on CUDA with $(PYTHON) as it is
 bench-vllm: ## Measure serving in vLLM on CUDA, and walk a new user's path, with $(PYTHON) as it is
 	PYTHONPATH=. $(PYTHON) -m benchmarks.vllm_serving
 	PYTHONPATH=. $(PYTHON) -m benchmarks.serving_walk
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[docs]'
+	@touch $@
+
+# What its pages say is checked by `make test`, which needs no mkdocs.
+docs: $(DOCS_STAMP) ## Build the manual, docs/*.md, into build/site
+	$(BIN)/mkdocs build --strict --quiet
+	@echo "Manual: build/site/index.html"
 
 clean: ## Remove what was built and cached, but not the virtual environments
 	test ! -d build || find build -mindepth 1 -maxdepth 1 ! -name vllm-envs -exec rm -rf {} +
