@@ -133,8 +133,8 @@ def test_options_that_are_named_exist() -> None:
         for parameter in command.params
         for option in (*parameter.opts, *parameter.secondary_opts)
     }
-    # Of click, of vLLM, and of the benchmarks.
-    known |= {"--help", "--attention-backend", "--additional-config", "--readme"}
+    # Of click, vLLM, the benchmarks and the mutator.
+    known |= {"--help", "--attention-backend", "--additional-config", "--readme", "--sample"}
     for page in PAGES:
         for code in re.findall(r"`([^`]+)`", prose(page)):
             for option in re.findall(r"(?<![\w-])--[a-z][a-z-]*", code):
