@@ -74,8 +74,8 @@ bench-vllm: ## Measure serving in vLLM on CUDA, and walk a new user's path, with
 	PYTHONPATH=. $(PYTHON) -m benchmarks.vllm_serving
 	PYTHONPATH=. $(PYTHON) -m benchmarks.serving_walk
 
-$(DOCS_STAMP): $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[docs]'
+$(DOCS_STAMP): $(STAMP) constraints-docs.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -c constraints-docs.txt -e '.[docs]'
 	@touch $@
 
 # What its pages say is checked by `make test`, which needs no mkdocs.
