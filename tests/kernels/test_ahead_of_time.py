@@ -26,7 +26,7 @@ def test_lengths_compile_nothing_new() -> None:
     # Whole programs of these need no masks.
     assert variants.pop("_quantize_features_kernel") <= 3
     # Dense and sparse.
-    assert variants.pop("split") == 2
+    assert variants.pop("split_hopper") == 2
     assert set(variants.values()) == {1}, variants
 
 
@@ -40,8 +40,8 @@ def test_compiles_and_fits(capability) -> None:
         "_observe_kernel", "split_portable", "combine_ranges", "quantize_queries", "_write",
         "_store_kernel", "_gather_kernel", "split", "combine",
     }  # fmt: skip
-    hopper = {"split_records", "split_raw"} & {k["kernel"] for k in kernels}
-    assert len(hopper) == (2 if capability == 90 else 0)
+    hopper = {"split_records", "split_raw", "split_hopper"} & {k["kernel"] for k in kernels}
+    assert len(hopper) == (3 if capability == 90 else 0)
     combined = {k["constants"]["SPLITS"] for k in kernels if k["kernel"] == "combine_ranges"}
     # Splits of decode: all of them where every tiling is compiled.
     assert combined == {2, 8, 64, 128} or (capability == 100 and len(combined) > 1)
