@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mla_quant.errors import ConfigError, RecordError
-from mla_quant.kernels.decode import OperandFormats, decode_attention
+from mla_quant.kernels.decode import Configuration, OperandFormats, decode_attention
 from mla_quant.kernels.operand_cache import OperandLayout, allocate
 from mla_quant.kernels.record_decode import (
     KeyList,
@@ -372,7 +372,7 @@ def test_quantized_over_records(device, name, formats, dtype) -> None:
     amax = torch.tensor([4.0, 4.0, 3.5, 4.0, 3.5, 1.0], device=device)
     options: dict[str, Any] = {
         "latent_width": 512, "scale": 0.08, "formats": formats, "cu_seqlens_q": starts,
-        "max_query_len": 2, "num_splits": 2,
+        "max_query_len": 2, "num_splits": 2, "configuration": Configuration(16, 32, 2, 2, 4, 1),
     }  # fmt: skip
     want = decode_attention(q, raw, table, lengths, amax, **options)
     got = decode_attention(q, cache, table, lengths, amax, **options)
