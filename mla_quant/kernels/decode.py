@@ -318,7 +318,9 @@ def decode_attention(
                 capability,
             )
         rope_as_latent = k_stored if not rope_width else k_rope_stored
-        source = operand_source(formats, k_stored, v_stored, rope_as_latent)
+        source = "unpacked"
+        if not packed:
+            source = operand_source(formats, k_stored, v_stored, rope_as_latent)
         staged = [latent_dtype, rope_dtype, pv_dtype]
         if source != "stored":
             # Values of records are fp32 on their way from codes into operands.

@@ -117,10 +117,10 @@ class Configuration:
         }
 
 
-SOURCES = ("raw", "stored", "partial", "read")
+SOURCES = ("raw", "stored", "partial", "read", "unpacked")
 """How operands reach a product: as they are; K's latent part and V from a side cache; only one of
-them or the rope part from it, the rest as it is; or quantized on read. Each needs another amount of
-registers and shared memory."""
+them or the rope part from it, the rest as it is; quantized on read; or from KV-cache records,
+quantized again or not. Each needs another amount of registers and shared memory."""
 
 # [source][shared memory: large (227 KiB), medium (163 KiB), small (99 KiB)], by rising rows.
 _CONFIGURATIONS = {
@@ -145,6 +145,16 @@ _CONFIGURATIONS = {
         "medium": (Configuration(16, 32, 2, 2, 8, 2), Configuration(32, 32, 2, 2, 8, 2)),
         "small": (Configuration(16, 16, 2, 1, 4, 2), Configuration(32, 16, 2, 1, 8, 2)),
     },
+    # Tiles are those of "read", so that sums of quantized operands are the same; stages are not.
+    # Another stage would hold the scales of the next tile in shared memory once for every element
+    # that they belong to: two stages of FP8 records with fp32 scales take 211 KiB, five 371. With
+    # one, operands alone are there, most of them where V is not quantized: 82 KiB for 16 rows and
+    # 32 tokens, 100 for 32 rows.
+    "unpacked": {
+        "large": (Configuration(16, 32, 2, 2, 8, 1), Configuration(32, 32, 2, 2, 8, 1)),
+        "medium": (Configuration(16, 32, 2, 2, 8, 1), Configuration(32, 32, 2, 2, 8, 1)),
+        "small": (Configuration(16, 16, 2, 1, 4, 1), Configuration(32, 16, 2, 1, 8, 1)),
+    },
 }
 # Hopper's matrix unit takes 64 rows; Blackwell's would need more shared memory for them.
 _CONFIGURATIONS_HOPPER_RAW = (
@@ -152,6 +162,7 @@ _CONFIGURATIONS_HOPPER_RAW = (
     Configuration(64, 64, 4, 2, 8, 2),
 )
 # fp32 operands, whose products take no tensor cores, and fp32 caches that are quantized on read.
+# Records fit as well: see "unpacked".
 _CONFIGURATIONS_FP32 = {
     "large": (Configuration(16, 32, 2, 2, 4, 1),),
     "medium": (Configuration(16, 32, 2, 2, 4, 1),),
@@ -193,7 +204,7 @@ def choose_configuration(
 def operand_source(
     formats: OperandFormats, k_stored: bool, v_stored: bool, k_rope_stored: bool | None = None
 ) -> str:
-    """Which of `SOURCES` a call has; `k_rope_stored` None: as `k_stored`."""
+    """Which of `SOURCES` a call over raw latents has; `k_rope_stored` None: as `k_stored`."""
     operands = (
         (formats.k, k_stored),
         (formats.rope_k, k_stored if k_rope_stored is None else k_rope_stored),

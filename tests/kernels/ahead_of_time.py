@@ -259,6 +259,56 @@ RECORD_FORMATS = {
 }
 
 
+# Quantized attention over records by target: record, formats of operands, heads, dtype. The most
+# shared memory is taken where V is not quantized, the most registers where everything is.
+UNQUANTIZED = decode.OperandFormats(*["none"] * 4)
+ALL_NVFP4 = decode.OperandFormats()
+NVFP4_P = decode.OperandFormats("none", "none", "nvfp4", "none")
+NVFP4_BUT_P = decode.OperandFormats("nvfp4", "nvfp4", "none", "nvfp4", "fp8", "fp8")
+ALL_FP8 = decode.OperandFormats(*["fp8"] * 4)
+FP8_BUT_V = decode.OperandFormats("fp8", "fp8", "fp8", "none")
+OVER_RECORDS: dict[int, list[tuple[str, decode.OperandFormats, int, torch.dtype]]] = {
+    80: [
+        ("fp8_ds_mla_656", FP8_BUT_V, 32, torch.bfloat16),
+        ("nvfp4_ds_mla_432", ALL_FP8, 16, torch.bfloat16),
+        ("fp8_ds_mla_656", NVFP4_P, 16, torch.float32),
+    ],
+    90: [
+        ("fp8_ds_mla_656", ALL_NVFP4, 16, torch.bfloat16),
+        ("fp8_ds_mla_656", ALL_NVFP4, 32, torch.bfloat16),
+        ("fp8_ds_mla_656", NVFP4_P, 16, torch.bfloat16),
+        ("fp8_ds_mla_656", NVFP4_P, 32, torch.bfloat16),
+        ("nvfp4_ds_mla_368", NVFP4_BUT_P, 16, torch.bfloat16),
+    ],
+    100: [
+        ("nvfp4_fp8rope_352", ALL_NVFP4, 32, torch.bfloat16),
+        ("fp8_ds_mla_656", UNQUANTIZED, 16, torch.bfloat16),
+    ],
+    120: [
+        ("fp8_ds_mla_656", UNQUANTIZED, 32, torch.bfloat16),
+        ("nvfp4_ds_mla_368", NVFP4_P, 16, torch.bfloat16),
+        ("nvfp4_ds_mla_432", NVFP4_BUT_P, 16, torch.bfloat16),
+        ("nvfp4_fp8rope_352", NVFP4_P, 16, torch.float32),
+    ],
+}
+
+
+def quantized_record_calls(number: int) -> Iterator[Callable[[], object]]:
+    decode._device_properties = lambda device: (number, 8)  # type: ignore[assignment]
+    table, lengths = torch.zeros(1, 2, dtype=torch.int32), torch.tensor([100], dtype=torch.int32)
+
+    def call(name: str, formats: decode.OperandFormats, heads: int, dtype: torch.dtype) -> None:
+        fmt = RECORDS[name]
+        decode.decode_attention(
+            torch.zeros(1, heads, fmt.width, dtype=dtype), RecordCache.allocate(fmt, 2, 64), table,
+            lengths, torch.ones(6), latent_width=fmt.latent.width, scale=0.1, formats=formats,
+            num_splits=1,
+        )  # fmt: skip
+
+    for launch in OVER_RECORDS[number]:
+        yield lambda a=launch: call(*a)
+
+
 def record_calls(number: int) -> Iterator[Callable[[], object]]:
     record_decode.device_properties = lambda device: (number, 8)
     record_store.device_properties = lambda device: (number, 8)
@@ -364,9 +414,8 @@ def main() -> None:
     capability = divmod(number, 10)
     seen = set()
     calls = [prefill_calls(capability), decode_calls(capability), other_calls()]
-    calls.append(record_calls(number))
-    if len(sys.argv) > 2:
-        calls = calls[-1:]
+    records = [record_calls(number), quantized_record_calls(number)]
+    calls = records if len(sys.argv) > 2 else calls + records
     for call in itertools.chain(*calls):
         for kernel, arguments, options in capture(call):
             shown = {

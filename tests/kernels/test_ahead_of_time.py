@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from tests.kernels.ahead_of_time import OVER_RECORDS
+
 
 def run(*arguments: str) -> str:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -45,5 +47,8 @@ def test_compiles_and_fits(capability) -> None:
     combined = {k["constants"]["SPLITS"] for k in kernels if k["kernel"] == "combine_ranges"}
     # Splits of decode: all of them where every tiling is compiled.
     assert combined == {2, 8, 64, 128} or (capability == 100 and len(combined) > 1)
+    decode = [k for k in kernels if k["kernel"] == "split_portable"]
+    over_records = [k for k in decode if k["constants"]["FIELDS"] is not None]
+    assert len(over_records) == len(OVER_RECORDS[capability])
     for kernel in kernels:
         assert kernel["shared_bytes"] <= kernel["limit_bytes"], kernel
