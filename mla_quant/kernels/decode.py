@@ -323,8 +323,7 @@ def decode_attention(
             source = operand_source(formats, k_stored, v_stored, rope_as_latent)
         staged = [latent_dtype, rope_dtype, pv_dtype]
         if source != "stored":
-            # Values of records are fp32 on their way from codes into operands.
-            staged.append(torch.float32 if packed else cache_dtype)
+            staged.append(cache_dtype)
         element_bytes = max(d.itemsize for d in staged)
         configuration = choose_configuration(rows_per_sequence, capability, source, element_bytes)
     elif records is not None and (

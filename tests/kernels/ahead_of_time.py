@@ -158,12 +158,9 @@ def decode_calls(capability: tuple[int, int]) -> Iterator[Callable[[], object]]:
         layout: operand_cache.OperandLayout | None = None,
         heads: int = 16,
         dtype: torch.dtype = torch.bfloat16,
-        stored: str | None = None,
         **kwargs: Any,
     ) -> None:
         cache = torch.zeros(2, page, latent + rope, dtype=dtype)
-        if stored is not None:
-            cache = RecordCache.allocate(RECORDS[stored], 2, page)
         records = None
         if layout is not None:
             records = operand_cache.allocate(2, page, layout, "cpu")
@@ -216,16 +213,11 @@ def decode_calls(capability: tuple[int, int]) -> Iterator[Callable[[], object]]:
         yield lambda: call(nvfp4, stored, 128, num_splits=6)
         yield lambda: call(none, None, 128, num_splits=6)
     # Models in fp32: raw tiles of twice the size, whatever dtype the products have.
-    fp32: dict[str, Any] = {"dtype": torch.float32, "num_splits": 1}
+    fp32 = {"dtype": torch.float32, "num_splits": 1}
     if number == 120:
         yield lambda: call(none, **fp32)
     if number == 80:
         yield lambda: call(nvfp4, **fp32)
-    # Records whose values are quantized again.
-    if number == 90:
-        yield lambda: call(nvfp4, stored="fp8_ds_mla_656", num_splits=1)
-    if number == 120:
-        yield lambda: call(none, stored="fp8_ds_mla_656", **fp32)
     rope_format = {100: "fp8", 120: "none"}.get(number)
     if rope_format is not None:
         formats = decode.OperandFormats(q_rope=rope_format, k_rope=rope_format)
