@@ -5,7 +5,8 @@ records, cached context is read back and projected for prefill, and decode atten
 themselves. Prefill attends to the new tokens as they are.
 
 With quantized attention a record stands for the latent that it reads as, which is quantized again
-whenever it is read.
+whenever it is read: the same as over a KV cache of these latents, but for the order of sums where
+an operand is not quantized.
 """
 
 from __future__ import annotations

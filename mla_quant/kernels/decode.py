@@ -203,8 +203,8 @@ def decode_attention(
         q: [tokens, heads, latent + rope], absorbed, bf16, fp16 or fp32, last dimension contiguous.
         cache: [pages, page_size, latent + rope], bf16, fp16 or fp32, last dimension contiguous. Or
             records, which stand for what they read as, rounded to q's dtype: their values are
-            quantized again, on read. Sums of operands that are not quantized may be taken in
-            another order than from a cache of the values.
+            quantized again, on read. Results are those over a raw cache of these values, the same
+            but for the order of sums where an operand is not quantized.
         block_table: int32 [batch, max_pages].
         seq_lens: int32 [batch], tokens in the cache, the query's own included; may be 0.
         amax: fp32 [6] on the device, in the order of `AMAX_ENTRIES`; entries of operands that are

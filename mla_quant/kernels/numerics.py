@@ -36,10 +36,6 @@ _SMALLEST_NORMAL_FP32 = tl.constexpr(2.0**-126)
 _FAR = tl.constexpr(2.0**64)
 _FAR_ROOT = tl.constexpr(2.0**-32)
 
-LEAST_ORDINARY = tl.constexpr(1e-30)
-LARGEST_ORDINARY = tl.constexpr(1e30)
-"""See `scale_is_ordinary`."""
-
 
 def _carry_code(element: ElementFormat) -> int:
     """What `_carried_code` is too large by."""
@@ -139,7 +135,7 @@ def validity(amax):
 @triton.jit
 def scale_is_ordinary(g):
     """Whether no intermediate result of a division by a multiple of `g` leaves fp32's range."""
-    return (g > LEAST_ORDINARY) & (g < LARGEST_ORDINARY)
+    return (g > 1.0e-30) & (g < 1.0e30)
 
 
 @triton.jit

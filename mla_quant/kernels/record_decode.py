@@ -440,9 +440,9 @@ def scratch_shapes(
     ]
     hopper = hopper_module("record_hopper", capability)
     if hopper is not None:
-        splits += [
-            shape.splits(batch, rows, capacity, multiprocessors) for shape in hopper.shapes(rows)
-        ]
+        for four_bit in (True, False):
+            shape = hopper.configuration(rows, four_bit).shape
+            splits.append(shape.splits(batch, rows, capacity, multiprocessors))
     return partial_shapes(max(splits), batch * rows, v_width)
 
 
@@ -503,7 +503,7 @@ def _attend(
             hopper = hopper_module("record_hopper", capability)
         chosen = None
         if hopper is not None and hopper.serves(part.cache, fields):
-            chosen = hopper.configuration(own, fields)
+            chosen = hopper.configuration(own, hopper.has_four_bits(fields))
             shape = chosen.shape
         else:
             hopper, shape = None, _shape(own, q.device, dtype.itemsize)

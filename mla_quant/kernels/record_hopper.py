@@ -78,36 +78,23 @@ class Configuration:
         return {"ROWS": self.rows, "AHEAD": self.ahead, "num_warps": self.warps}
 
 
-_FEW = 16
-_SOME = 32
-
-
-def configuration(rows: int, fields: RecordFields) -> Configuration:
-    """For lists that `rows` query rows share.
+def configuration(rows: int, four_bit: bool) -> Configuration:
+    """For lists that `rows` query rows share, of latents in four or eight bits.
 
     With few rows two programs share a multiprocessor, one decodes while the other multiplies. Many
     rows share what is decoded, and leave no registers for records on their way, which eight-bit
     codes take twice as many of.
     """
-    four_bit = fields.latent.element == IS_E2M1.value
-    if rows <= _FEW:
+    if rows <= 16:
         return Configuration(16, 4, 2 if four_bit else 1, 2)
-    if rows <= _SOME and four_bit:
+    if rows <= 32 and four_bit:
         return Configuration(32, 4, 1, 2)
-    return _MANY
+    return Configuration(64, 8, 0, 1)
 
 
-_MANY = Configuration(64, 8, 0, 1)
-
-
-def shapes(rows: int) -> list[ProgramShape]:
-    """Of the programs that `configuration` may choose, whatever the records."""
-    chosen = [_MANY]
-    if rows <= _FEW:
-        chosen = [Configuration(16, 4, 0, 2)]
-    elif rows <= _SOME:
-        chosen.append(Configuration(32, 4, 0, 2))
-    return [c.shape for c in chosen]
+def has_four_bits(fields: RecordFields) -> bool:
+    """Whether codes of the latent have four bits, not eight."""
+    return fields.latent.element == IS_E2M1.value
 
 
 def serves(cache: RecordCache, fields: RecordFields) -> bool:
@@ -118,7 +105,7 @@ def serves(cache: RecordCache, fields: RecordFields) -> bool:
     joint = fields.v_width > latent.width
     places = [latent.at, latent.stride, cache.data.stride(0), cache.data.data_ptr()]
     scale = latent.scale
-    if latent.element == IS_E2M1.value:
+    if has_four_bits(fields):
         whole = scale.interleave == 1 or scale.interleave * 8 == scale.blocks
         if scale.block != 16 or scale.code != IS_E4M3.value or not whole:
             return False

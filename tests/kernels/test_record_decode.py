@@ -6,7 +6,7 @@ gives NaN. The cases are those that FlashMLA's and FlashInfer's tests have, and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from mla_quant.errors import ConfigError, RecordError
-from mla_quant.kernels.decode import Configuration, OperandFormats, decode_attention
+from mla_quant.kernels.decode import OperandFormats, decode_attention
+from mla_quant.kernels.decode_shapes import choose_configuration, device_properties
+from mla_quant.kernels.numerics import INTERPRETED
 from mla_quant.kernels.operand_cache import OperandLayout, allocate
 from mla_quant.kernels.record_decode import (
     KeyList,
@@ -32,12 +34,18 @@ from mla_quant.records import (
     pack_into,
     unpack_from,
 )
+from tests.kernels.paged import Paged, compare_wide, expected
 from tests.oracles.record_attention import UNIT_BFLOAT16, UNIT_FLOAT32, attend
 
 every_format = pytest.mark.parametrize("name", RECORDS)
 PER_LAYER = [name for name, fmt in RECORDS.items() if fmt.outer_scale == "per layer"]
 FP32_SCALES = ["fp8_ds_mla_656", "nvfp4_outer_304", "nvfp4_ds_mla_368"]
 INF = float("inf")
+
+
+def exact_in_bfloat16(name: str, outer: float = 1.0) -> bool:
+    """Whether products take what records read as without rounding, all of latent and rope part."""
+    return name not in FP32_SCALES and outer == 1.0
 
 
 def filled(
@@ -68,7 +76,7 @@ def values(cache: RecordCache, slots: Tensor) -> np.ndarray:
     return torch.cat(unpack_from(cache, slots), dim=1).double().cpu().numpy()
 
 
-@dataclass
+@dataclasses.dataclass
 class Expectation:
     """What a kernel's output is compared with, every element within its bound."""
 
@@ -133,22 +141,20 @@ def check_dense(
                 area[slot // page_size, slot % page_size] = 0xFF
         first += count
     q = queries(fmt, (len(lengths), query_len, heads), dtype, device)
-    out, lse = dense_decode(
-        q, cache, table, torch.tensor(lengths, dtype=torch.int32, device=device),
-        scale=0.08 / sigma if outer != 1.0 else 0.08, num_splits=num_splits, causal=causal,
-        sink=sink, **options,
-    )  # fmt: skip
     scale = 0.08 / sigma if outer != 1.0 else 0.08
+    out, lse = dense_decode(
+        q, cache, table, torch.tensor(lengths, dtype=torch.int32, device=device), scale=scale,
+        num_splits=num_splits, causal=causal, sink=sink, **options,
+    )  # fmt: skip
     keys = {}
     for b, length in enumerate(lengths):
         for t in range(query_len):
             seen = max(length - (query_len - 1 - t), 0) if causal else length
             keys[b, t] = values(cache, own[b][:seen])
-    exact = (name not in FP32_SCALES or name == "nvfp4_ds_mla_368") and outer == 1.0
-    # Its latent is exact; the rope part has an fp32 scale.
-    exact = exact and name != "nvfp4_ds_mla_368"
     joint = fmt.v_width > fmt.latent.width
-    Expectation(q, scale, sink, outer != 1.0 and joint).check(out, lse, keys, fmt.v_width, exact)
+    Expectation(q, scale, sink, outer != 1.0 and joint).check(
+        out, lse, keys, fmt.v_width, exact_in_bfloat16(name, outer)
+    )
 
 
 @every_format
@@ -241,7 +247,7 @@ def check_sparse(
             counted = torch.tensor(counts, dtype=torch.int32, device=device)
         indices = indices.view(batch, query_len, wide).to(device)
         given.append(KeyList(cache, indices, counted))
-        exact = exact and fmt_name not in FP32_SCALES
+        exact = exact and exact_in_bfloat16(fmt_name)
     q = queries(RECORDS[name], (batch, query_len, heads), dtype, device)
     out, lse = sparse_decode(
         q, *given, scale=0.08, sink=sink, lse_convention=lse_convention, num_splits=num_splits
@@ -353,31 +359,40 @@ def test_gather_from_the_start_and_nothing(device) -> None:
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_quantized_over_records(device, name, formats, dtype) -> None:
-    """Bit for bit what a cache gives that holds what the records read as.
+    """What a cache gives that holds what the records read as, and what the oracle says.
 
-    Compiled, where all operands are quantized: values that come from codes lie in other registers,
-    and the matrix unit adds up unquantized products in another order.
+    The same bits, but on a GPU where an operand is not quantized: codes reach the matrix unit in
+    another order of features and tokens than raw latents do, and sums of their products round.
     """
-    if device.type == "cuda" and "none" in (formats.q, formats.k, formats.p, formats.v):
-        pytest.skip("sums of unquantized operands are taken in another order")
     fmt = RECORDS[name]
     outer = outer_scale(3.0, fmt) if fmt.outer_scale == "per layer" else 1.0
     cache, slots = filled(fmt, device, 64, 16, outer_scale=outer)
     raw = torch.full((cache.data.shape[0], 16, 576), float("nan"), dtype=dtype, device=device)
-    raw.view(-1, 576)[slots] = torch.cat(unpack_from(cache, slots), dim=1).to(dtype)
-    table = (slots[::16] // 16).int().view(2, 2)
-    lengths = torch.tensor([29, 18], dtype=torch.int32, device=device)
-    starts = torch.tensor([0, 2, 3], dtype=torch.int32, device=device)
+    read = torch.cat(unpack_from(cache, slots), dim=1).to(dtype)
+    raw.view(-1, 576)[slots] = read
     q = queries(fmt, (3, 2), dtype, device)
-    amax = torch.tensor([4.0, 4.0, 3.5, 4.0, 3.5, 1.0], device=device)
-    options: dict[str, Any] = {
-        "latent_width": 512, "scale": 0.08, "formats": formats, "cu_seqlens_q": starts,
-        "max_query_len": 2, "num_splits": 2, "configuration": Configuration(16, 32, 2, 2, 4, 1),
-    }  # fmt: skip
-    want = decode_attention(q, raw, table, lengths, amax, **options)
-    got = decode_attention(q, cache, table, lengths, amax, **options)
-    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
-    assert not got[0].isnan().any()
+    call = Paged(
+        q=q,
+        cache=raw,
+        block_table=(slots[::16] // 16).int().view(2, 2),
+        seq_lens=torch.tensor([29, 18], dtype=torch.int32, device=device),
+        cu_seqlens_q=torch.tensor([0, 2, 3], dtype=torch.int32, device=device),
+        max_query_len=2,
+        latent_width=512,
+        scale=0.08,
+        latents=[part.float().cpu() for part in (read[:29], read[32 : 32 + 18])],
+        queries=[part.float().cpu() for part in (q[:2], q[2:])],
+        amax=torch.tensor([4.0, 4.0, 3.5, 4.0, 3.5, 1.0], device=device),
+    )
+    # Raw latents may be taken in larger tiles where nothing of them is quantized.
+    capability, _ = device_properties(device)
+    tiles = choose_configuration(4, capability, "unpacked", dtype.itemsize)
+    want = call.attend(formats, num_splits=2, configuration=tiles)
+    got = dataclasses.replace(call, cache=cache).attend(formats, num_splits=2)
+    compare_wide(got, expected(call, formats))
+    names = (formats.q, formats.rope_q, formats.k, formats.rope_k, formats.p, formats.v)
+    if INTERPRETED or "none" not in names:
+        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
 
 
 def test_quantized_over_records_that_cannot_be_read_so() -> None:
