@@ -31,8 +31,6 @@ _E4M3_CARRY = tl.constexpr(2.0 ** (23 - E4M3.mantissa_bits))
 _E2M1_MANTISSA_BITS = tl.constexpr(E2M1.mantissa_bits)
 _E4M3_MANTISSA_BITS = tl.constexpr(E4M3.mantissa_bits)
 _SMALLEST_NORMAL_FP32 = tl.constexpr(2.0**-126)
-
-
 _FAR = tl.constexpr(2.0**64)
 _FAR_ROOT = tl.constexpr(2.0**-32)
 

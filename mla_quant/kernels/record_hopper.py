@@ -94,7 +94,7 @@ def configuration(rows: int, four_bit: bool) -> Configuration:
 
 def has_four_bits(fields: RecordFields) -> bool:
     """Whether codes of the latent have four bits, not eight."""
-    return fields.latent.element == IS_E2M1.value
+    return bool(fields.latent.element == IS_E2M1.value)
 
 
 def serves(cache: RecordCache, fields: RecordFields) -> bool:
